@@ -1,0 +1,1 @@
+"""Triton kernels; never imports fp4core.reference."""

@@ -1,0 +1,1 @@
+"""Public operations: quantise, multiply, linear layers, conversion."""

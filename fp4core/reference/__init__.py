@@ -1,0 +1,1 @@
+"""Plain torch oracles, obvious and slow; never imports fp4core.kernels."""
