@@ -1,0 +1,144 @@
+"""The processes of one run and the few things they say to each other.
+
+One process is the ordinary case and needs no process group. Under `torchrun` every process runs the same
+code: rank r of W takes the r-th of W equal parts of each global batch, parameters and optimizer state are
+sharded with FSDP2, and decisions (stop, replay) are taken together.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those of the run."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.size > 1:
+            dist.barrier()
+
+    def reduce(self, *values: float, op: str = "sum") -> list[float]:
+        """Sum or maximum of each value over the ranks, in FP64."""
+        if self.size == 1:
+            return list(values)
+        kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, kinds[op])
+        return tensor.tolist()
+
+    def gather(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """The JSON record of every rank, in rank order, on every rank."""
+        if self.size == 1:
+            return [record]
+        payload = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
+        lengths = [torch.zeros_like(length) for _ in range(self.size)]
+        dist.all_gather(lengths, length)
+        longest = max(int(n) for n in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded[: len(payload)] = payload
+        parts = [torch.zeros_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded)
+        texts = [bytes(p[: int(n)].tolist()) for p, n in zip(parts, lengths, strict=True)]
+        return [json.loads(text) for text in texts]
+
+    def broadcast(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's record on every rank."""
+        return self.gather(record)[0]
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Device of this process for a study that says "auto", "cpu" or "cuda"."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ValueError("study asks for device cuda, but torch sees no CUDA device; use device: auto or cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def start_world(wanted_device: str) -> World:
+    """Join the process group that torchrun describes; a plain start is a world of one."""
+    device = pick_device(wanted_device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return World(0, 1, device)
+    if not dist.is_initialized():
+        backend = "cuda:nccl,cpu:gloo" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    return World(dist.get_rank(), dist.get_world_size(), device)
+
+
+def stop_world(world: World) -> None:
+    """Leave the process group."""
+    if world.size > 1 and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shard(model: nn.Module, world: World) -> nn.Module:
+    """FSDP2 over all ranks: one unit per block, one for the rest; FP32 parameters and FP32 reduction.
+
+    Parameters are gathered in FP32 because the linears round to BF16 themselves and dW leaves them in
+    FP32: a BF16 gather would also round the gradients before they are summed.
+    """
+    if world.size == 1:
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def device_record(device: torch.device) -> dict[str, str]:
+    """Name and kind of the device for a record."""
+    if device.type == "cuda":
+        return {"name": torch.cuda.get_device_name(device), "kind": "cuda"}
+    return {"name": cpu_name(), "kind": "cpu"}
+
+
+def cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not say."""
+    import platform
+
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak allocated device memory since the start; on a CPU the process's peak resident set. GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
