@@ -280,7 +280,7 @@ def _check(s: Study) -> None:
     _need(
         t.endpoint_step <= t.steps and t.endpoint_step % t.log_every == 0,
         "train.endpoint_step",
-        f"got {t.endpoint_step}, needed a logged step: a multiple of log_every = {t.log_every}, at most {t.steps}",
+        f"got {t.endpoint_step}, needed a multiple of log_every = {t.log_every}, at most steps = {t.steps}",
     )
     for name in ("probe", "output_head"):
         part = getattr(s, name)
