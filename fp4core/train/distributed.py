@@ -109,7 +109,7 @@ def shard(model: nn.Module, world: World) -> nn.Module:
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in model.layers:
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     return fully_shard(model, mesh=mesh, mp_policy=policy)
 

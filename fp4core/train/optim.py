@@ -37,10 +37,8 @@ def make_optimizer(
     return optimizer
 
 
-def set_progress(optimizer: torch.optim.Optimizer, *, step: int, lr: float) -> None:
-    """Put the learning rate in place, and the number of updates made so far (after a checkpoint was read)."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def set_progress(optimizer: torch.optim.Optimizer, *, step: int) -> None:
+    """Put the number of updates made so far in place, after a checkpoint was read."""
     for state in optimizer.state.values():
         state["step"].fill_(step)
 

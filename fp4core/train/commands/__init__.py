@@ -1,0 +1,1 @@
+"""Command lines of the training stages: options in, functions called, marker written."""

@@ -1,0 +1,108 @@
+"""Output-head screen (report table 10, a negative result): what a low-precision head gains and changes.
+
+Three heads on one body: `bf16` (control), `lowp` (low-precision forward), `lowp_mxfp8_wgrad` (and its weight
+gradient in MXFP8). Each variant is trained for the screen's steps from the same start on the same data. The
+gradient difference is taken where it means something: all variants at the control's final weights, on the
+next global batch, ||g - g_control|| / ||g_control|| over all parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4core.ops.linear import resolve_backend
+from fp4core.recipe import Recipe, Study
+
+from .distributed import World, device_record
+from .engine import Engine
+from .probe import rates, timed_steps
+from .records import envelope, write_json, write_marker
+from .shards import TokenStream, check_data, open_training
+
+SCREEN_SCHEMA = "fp4core.output_head"
+# variant -> precision of forward, hidden gradient, weight gradient
+VARIANTS = {
+    "bf16": ("BF16", "BF16", "BF16"),
+    "lowp": ("lowp", "BF16", "BF16"),
+    "lowp_mxfp8_wgrad": ("lowp", "BF16", "MXFP8"),
+}
+
+
+def head_screen(
+    study: Study, recipe: Recipe, seed: int, *, results: Path, done: Path | None, world: World
+) -> Path:
+    """Run the three variants and write output_head/s<seed>.json; returns its path."""
+    data = check_data(results / "data")
+    stream = open_training(results / "data", data, sequence=study.train.sequence)
+    rows: list[dict[str, Any]] = []
+    control: Engine | None = None
+    control_gradients: list[torch.Tensor] = []
+    for variant, (forward, hidden, weight) in VARIANTS.items():
+        engine = _engine(study, recipe, seed, variant, stream=stream, world=world)
+        losses, times = timed_steps(engine, study.output_head.steps, title=f"head-screen {variant}")
+        if control is None:
+            control = engine
+            gradients = control_gradients = _gradients(engine)
+        else:
+            with torch.no_grad():
+                for mine, theirs in zip(engine.model.parameters(), control.model.parameters(), strict=True):
+                    mine.copy_(theirs)
+            gradients = _gradients(engine)
+        rows.append(
+            {
+                "variant": variant,
+                "forward": forward,
+                "hidden_gradient": hidden,
+                "weight_gradient": weight,
+                **rates(times, study.output_head.window, engine.tokens_per_step / world.size),
+                "final_loss": losses[-1],
+                "loss_difference": losses[-1] - (rows[0]["final_loss"] if rows else losses[-1]),
+                "grad_relative_difference": _difference(gradients, control_gradients, world),
+                "losses": losses,
+            }
+        )
+    path = results / "output_head" / f"s{seed}.json"
+    if world.first:
+        head = envelope(
+            SCREEN_SCHEMA,
+            study=study.study,
+            route=recipe.route,
+            seed=seed,
+            recipe_hash=recipe.hash,
+            stage_hash=study.stage_hash("output_head"),
+            device=device_record(world.device),
+            backend=resolve_backend(study.backend, world.device.type),
+            inputs={"data": data["data_sha256"]},
+        )
+        screen = study.output_head
+        window = {"steps": screen.steps, "window_first": screen.window[0], "window_last": screen.window[1]}
+        write_json(path, {**head, **window, "variants": rows})
+        if done:
+            write_marker(done, path, recipe_hash=recipe.hash, stage_hash=study.stage_hash("output_head"))
+    return path
+
+
+def _engine(
+    study: Study, recipe: Recipe, seed: int, variant: str, *, stream: TokenStream, world: World
+) -> Engine:
+    model = dataclasses.replace(study.model, output_head=variant)
+    return Engine(dataclasses.replace(study, model=model), recipe, seed, world=world, stream=stream)
+
+
+def _gradients(engine: Engine) -> list[torch.Tensor]:
+    """This rank's gradients of the step after the screen, copied."""
+    engine.gradients(engine.study.output_head.steps + 1)
+    found = [p.grad for p in engine.model.parameters() if p.grad is not None]
+    return [(g.to_local() if hasattr(g, "to_local") else g).detach().clone() for g in found]
+
+
+def _difference(mine: list[torch.Tensor], control: list[torch.Tensor], world: World) -> float:
+    """||mine - control|| / ||control|| in FP64 over all ranks."""
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(mine, control, strict=True))
+    whole = sum(float(b.double().square().sum()) for b in control)
+    apart, whole = world.reduce(apart, whole)
+    return (apart / whole) ** 0.5

@@ -1,0 +1,279 @@
+"""The long trajectory of one route: start or resume, train to the target, leave a record.
+
+Ends in one of four ways: complete (summary.json), segment done (checkpoint at `until`), StopEarly
+(checkpoint written; the same command goes on), RunError (non-finite numbers; the checkpoints stay).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from fp4core.model.arithmetic import count_parameters
+from fp4core.ops.linear import resolve_backend
+from fp4core.recipe import to_dict
+
+from .checkpoint import Checkpoints
+from .diagnose import first_bad_tensor
+from .distributed import World, device_record, peak_memory_gib
+from .engine import Engine, StepResult
+from .lock import run_lock
+from .metrics import Metrics
+from .progress import Progress
+from .records import RunError, StopEarly, envelope, utc_now, write_json
+from .rundir import MANIFEST_SCHEMA, SUMMARY_SCHEMA, Identity, RunDir
+from .shards import check_data, open_training
+from .stopping import StopWish
+from .utilisation import mfu
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to train and how far: to step `until` (None: the end) within `max_seconds` of process age."""
+
+    run: RunDir
+    until: int | None = None
+    max_seconds: float | None = None
+    on_mismatch: Literal["archive", "refuse"] = "archive"
+
+    def target(self) -> int:
+        """Last step of this call. ValueError when `until` is outside the run."""
+        steps = self.run.study.train.steps
+        if self.until is not None and not 1 <= self.until <= steps:
+            raise ValueError(f"--until {self.until} is outside the run's steps 1 to {steps}")
+        return self.until or steps
+
+
+def train(request: Request, *, world: World) -> Path:
+    """Train to the request's target; returns the record that proves it (summary or checkpoint manifest).
+
+    Raises ValueError (settings, lock, foreign run), StopEarly and RunError.
+    """
+    target, run = request.target(), request.run
+    with contextlib.ExitStack() as stack:
+        with _together(world):
+            if world.first:
+                stack.enter_context(run_lock(run.path))
+                archived = run.settle(run.identity(), on_mismatch=request.on_mismatch)
+                run.path.mkdir(parents=True, exist_ok=True)
+                run.file("failure.json").unlink(missing_ok=True)
+                if archived:
+                    print(archived, flush=True)
+        if run.finished():
+            return run.file("summary.json")
+        with _one_line_errors():
+            return _Trajectory(request, world, run.identity()).train(target)
+
+
+class _Trajectory:
+    """The working parts of one call of `train`."""
+
+    def __init__(self, request: Request, world: World, identity: Identity) -> None:
+        run, study = request.run, request.run.study
+        self.request, self.world, self.run, self.study, self.identity = request, world, run, study, identity
+        record = check_data(run.data)
+        stream = open_training(run.data, record, sequence=study.train.sequence)
+        self.engine = Engine(study, run.recipe, run.seed, world=world, stream=stream)
+        self.device = device_record(world.device)
+        self.metrics = Metrics(run.file("metrics.parquet") if world.first else None)
+        self.checkpoints = Checkpoints(
+            run.file("checkpoints"),
+            world=world,
+            retained=frozenset(study.all_cuts),
+            keep_last=study.train.keep_last,
+        )
+        self.backend = resolve_backend(study.backend, world.device.type)
+        self.wall_s = self.save_seconds = 0.0
+
+    def train(self, target: int) -> Path:
+        title = f"{self.run.recipe.route} s{self.run.seed}"
+        log = self.run.file("run.log") if self.world.first else None
+        start = self._resume(lambda line: print(f"{title} {line}", flush=True))
+        if self.world.first:
+            self.run.write_manifest(self._head(MANIFEST_SCHEMA), self.identity, self._geometry(start))
+        if start >= target:
+            return self._record(start, target)
+        progress = Progress(title=title, total=target, first=start, log=log, quiet=not self.world.first)
+        with progress, StopWish(self.request.max_seconds) as wish:
+            if start:
+                progress.note(f"resumed from step {start}")
+            for step in range(start + 1, target + 1):
+                seconds = self._step(step, target, progress)
+                mine = wish.check(step_seconds=seconds, save_seconds=self.save_seconds)
+                stop = self.world.reduce(float(mine), op="max")[0] > 0
+                if stop or step == target or self._due(step):
+                    self._save(step)
+                if stop and step < target:
+                    reason = wish.reason or "another rank asked for it"
+                    progress.note(f"stopped after step {step}: {reason}; checkpoint written")
+                    raise StopEarly(
+                        f"{title}: {reason}; run the same command again to go on from step {step}"
+                    )
+        return self._record(target, target)
+
+    def _resume(self, note: Callable[[str], None]) -> int:
+        step = self.checkpoints.newest(note if self.world.first else lambda line: None)
+        if step is None:
+            self.metrics.resume(0)
+            return 0
+        record = self.checkpoints.load(step, self.engine.model, self.engine.optimizer)
+        differences = self.identity.differences(record)
+        if differences:
+            raise ValueError(f"{self.checkpoints.path(step)}: of another run: {'; '.join(differences)}")
+        self.engine.resume(step)
+        self.metrics.resume(step)
+        self.wall_s = record["wall_s"]
+        return step
+
+    def _step(self, step: int, target: int, progress: Progress) -> float:
+        began = time.perf_counter()
+        result = self.engine.step(step)
+        seconds = time.perf_counter() - began
+        self.wall_s += seconds
+        if not result.finite:
+            self._fail(step, result)
+        rate = self.engine.tokens_per_step / seconds
+        train, shape = self.study.train, self.study.model
+        if step in (1, train.steps) or step % train.log_every == 0:
+            memory = self.world.reduce(peak_memory_gib(self.world.device), op="max")[0]
+            self.metrics.add(
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                tokens=step * self.engine.tokens_per_step,
+                tokens_per_s=rate,
+                seconds=seconds,
+                memory_gib=memory,
+                time_utc=time.time(),
+            )
+        share = mfu(rate / self.world.size, shape, train.sequence, self.device["name"])
+        progress.step(step, loss=result.loss, tokens_per_s=rate, mfu=share, last=step == target)
+        return seconds
+
+    def _due(self, step: int) -> bool:
+        return step in self.study.all_cuts or step % self.study.train.checkpoint_every == 0
+
+    def _save(self, step: int) -> None:
+        began = time.perf_counter()
+        self.metrics.flush()
+        state = {
+            "route": self.run.recipe.route,
+            "seed": self.run.seed,
+            **vars(self.identity),
+            "tokens": step * self.engine.tokens_per_step,
+            "next_sequence": step * self.study.train.global_batch,
+            "wall_s": self.wall_s,
+            "world_size": self.world.size,
+            "model": to_dict(self.study.model),
+        }
+        self.checkpoints.save(step, self.engine.model, self.engine.optimizer, state)
+        self.save_seconds = time.perf_counter() - began
+
+    def _record(self, step: int, target: int) -> Path:
+        """The file that proves the target: summary.json at the end, else the checkpoint's manifest."""
+        if target < self.study.train.steps:
+            return self.checkpoints.path(target) / "checkpoint.json"
+        if self.world.first:
+            self.metrics.flush()
+            rows = {row["step"]: row for row in self.metrics.rows}
+            endpoint = self.study.train.endpoint_step
+            extra = {
+                "steps": step,
+                "tokens": step * self.engine.tokens_per_step,
+                "wall_s": self.wall_s,
+                "final_loss": rows[step]["loss"],
+                "endpoint": {"step": endpoint, "loss": rows[endpoint]["loss"]},
+            }
+            self.run.write_summary(self._head(SUMMARY_SCHEMA), self.identity, extra)
+        self.world.barrier()
+        return self.run.file("summary.json")
+
+    def _fail(self, step: int, result: StepResult) -> None:
+        tensor = first_bad_tensor(self.engine, step)
+        saved = self.checkpoints.steps()
+        last = self.checkpoints.path(saved[-1]).name if saved else "none"
+        if self.world.first:
+            self.metrics.flush()
+            write_json(
+                self.run.file("failure.json"),
+                {
+                    "step": step,
+                    "loss": repr(result.loss),
+                    "grad_norm": repr(result.grad_norm),
+                    "first_bad_tensor": tensor,
+                    "last_good_checkpoint": last,
+                    "date_utc": utc_now(),
+                },
+            )
+        raise RunError(
+            f"{self.run.path}: step {step} gave loss {result.loss}, gradient norm {result.grad_norm}; "
+            f"first bad tensor: {tensor}; last good checkpoint: {last}"
+        )
+
+    def _geometry(self, start: int) -> dict[str, Any]:
+        train, split = self.study.train, self.engine.split
+        return {
+            "first_step": start + 1,
+            "world_size": self.world.size,
+            "local_batch": split.local_batch,
+            "accumulation": split.micro_steps,
+            "activation_checkpoint": train.activation_checkpoint,
+            "compile": train.compile,
+            "threads": train.threads,
+            "parameters": count_parameters(self.study.model),
+        }
+
+    def _head(self, schema: str) -> dict[str, Any]:
+        return envelope(
+            schema,
+            study=self.study.study,
+            route=self.run.recipe.route,
+            seed=self.run.seed,
+            recipe_hash=self.identity.recipe_hash,
+            stage_hash=self.identity.stage_hash,
+            device=self.device,
+            backend=self.backend,
+            inputs={"data": self.identity.data_sha256},
+        )
+
+
+@contextlib.contextmanager
+def _together(world: World) -> Iterator[None]:
+    """An error of the first rank is every rank's error, so that no rank waits for one that has left."""
+    failure = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        failure = error
+    message = world.broadcast({"error": None if failure is None else str(failure)})["error"]
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise ValueError(message)
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """Turn a full disk and exhausted memory into one line each that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(
+            f"disk is full ({error.filename or 'while writing'}); free space and run the same command again: "
+            "it goes on from the last complete checkpoint"
+        ) from error
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of device memory ({str(error).splitlines()[0]}); lower train.local_batch or set "
+            "train.activation_checkpoint, then run again"
+        ) from error
