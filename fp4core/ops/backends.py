@@ -1,0 +1,130 @@
+"""Which implementations this machine can run, and why not the others.
+
+- ``reference``: plain torch, any device; the oracle.
+- ``carrier``: Triton producers and BF16 or FP8 GEMMs that hold every FP4 operand exactly (CUDA, sm_80+).
+- ``native``: FP4 Tensor Cores through ``tl.dot_scaled`` (sm_100, sm_103).
+- ``te``: Transformer Engine's own NVFP4 recipe (sm_100+).
+
+All give the same codes and scales, bit for bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+NAMES = ("reference", "carrier", "native", "te")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One backend on this machine.
+
+    Attributes:
+        name: one of ``NAMES``.
+        available: whether it can run here.
+        reason: why, or why not and what it would need.
+        device: the device it would use, e.g. "cpu" or "NVIDIA H200 (sm_90)"; "" when there is none.
+    """
+
+    name: str
+    available: bool
+    reason: str
+    device: str
+
+
+def _gpu() -> tuple[str, int]:
+    """(description, compute capability as 10 x major + minor) of the current GPU, or ("", 0)."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "", 0
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()} (sm_{major}{minor})", 10 * major + minor
+
+
+def _triton_problem() -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed (pip install 'fp4core[gpu]')"
+    return ""
+
+
+def _te_problem() -> str:
+    try:
+        version = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        return "Transformer Engine is not installed (pip install 'fp4core[te]')"
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    return "" if numbers >= (2, 8) else f"Transformer Engine {version} is too old; NVFP4 needs 2.8 or later"
+
+
+def backends() -> dict[str, Backend]:
+    """All backends by name, in the order of ``NAMES``."""
+    gpu, capability = _gpu()
+    no_gpu = "no CUDA GPU is visible to torch"
+    found = {
+        "reference": Backend(
+            "reference", True, "plain torch runs on any device", f"cpu, {gpu}" if gpu else "cpu"
+        )
+    }
+
+    def add(
+        name: str, lowest: int, supported: tuple[int, ...] | None, needs: str, problem: str, why: str
+    ) -> None:
+        fits = capability >= lowest and (supported is None or capability in supported)
+        if not gpu:
+            reason = f"{no_gpu}; needs {needs}"
+        elif not fits:
+            reason = f"{gpu} lacks what it needs: {needs}"
+        else:
+            reason = problem or why
+        found[name] = Backend(name, bool(gpu) and fits and not problem, reason, gpu)
+
+    fp8 = "FP8 and BF16" if capability >= 89 else "BF16"
+    add("carrier", 80, None, "CUDA sm_80 or later", _triton_problem(), f"exact {fp8} carriers through Triton")
+    add(
+        "native",
+        100,
+        (100, 103),
+        "FP4 Tensor Cores, sm_100 or sm_103",
+        _triton_problem(),
+        "FP4 Tensor Cores through tl.dot_scaled; never run on hardware by this project",
+    )
+    add("te", 100, None, "Transformer Engine >= 2.8 on sm_100 or later", _te_problem(), "Transformer Engine")
+    return found
+
+
+def resolve(backend: str, device: torch.device, function: str) -> tuple[str, Callable | None]:
+    """The backend's name and its implementation of ``function`` ("quantize" or "matmul").
+
+    None stands for the reference. ``auto`` on a GPU takes the kernels where ``fp4core.kernels`` offers
+    the function for the device and falls back on the reference. Kernels are plain functions of the package:
+    ``quantize(x2d, fmt, *, axis, hadamard, key, held_amax) -> (codes, block_scale, outer_scale)``, codes
+    packed along the contraction axis and both in the orientation of the view, and ``matmul(a, b, *, dtype)``.
+
+    Raises:
+        ValueError: unknown backend, or one that cannot run here or on the tensor's device.
+    """
+    if backend not in ("auto", *NAMES):
+        raise ValueError(f"backend: got {backend!r}; needed 'auto' or one of {', '.join(NAMES)}")
+    if backend == "reference" or (backend == "auto" and device.type != "cuda"):
+        return "reference", None
+    wanted = backend if backend != "auto" else "carrier"
+    state = backends()[wanted]
+    implementation = None
+    if state.available and device.type == "cuda" and wanted != "te":
+        implementation = getattr(importlib.import_module("fp4core.kernels"), function, None)
+    if implementation is not None:
+        return wanted, implementation
+    if backend == "auto":
+        return "reference", None
+    if not state.available:
+        why = state.reason
+    elif device.type != "cuda":
+        why = f"the tensor is on {device}, needed a CUDA tensor"
+    else:
+        why = f"it offers no stand-alone {function}; use backend='reference'"
+    raise ValueError(f"backend {backend!r} cannot {function} here: {why}")
