@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp4core import formats
 from fp4core.ops import spec as specs
-from fp4core.ops.quantize import SRKey, fake_quant
 from fp4core.recipe import Operand
+from fp4core.reference import SRKey, fake_quant_2d, rotate
 
 _BF16 = torch.bfloat16
+_ROW, _COLUMN = 1, 0  # contraction axis of a row view Qr and of a column view Qc
 
 
 class _Operands:
@@ -23,15 +25,14 @@ class _Operands:
     def __init__(self, state: Tensor) -> None:
         self.seed, self.step, self.token = state.tolist()
 
-    def decode(self, x: Tensor, op: Operand, producer: int, *, columns: bool = False) -> Tensor:
-        """FP32 values of x, or of x^T with blocks along x's rows when ``columns``."""
-        if op.format == "bf16" and op.hadamard == "none":
-            values = x.to(_BF16).float()
-            return values.t() if columns else values
+    def decode(self, x: Tensor, op: Operand, producer: int, axis: int) -> Tensor:
+        """FP32 values of x [R, C] with blocks (and Hadamard) along ``axis``, in x's layout."""
+        if op.format == "bf16":
+            return rotate(x.to(_BF16).float(), op.hadamard, axis)
         key = None
         if op.rounding == "stochastic":
             key = SRKey(self.seed, self.step, producer, self.token * x.shape[1])
-        return fake_quant(x, op, key=key, transposed=columns)
+        return fake_quant_2d(x, formats.get(op.format), axis=axis, hadamard=op.hadamard, key=key)
 
 
 @torch.library.custom_op("fp4core::reference_linears", mutates_args=())
@@ -41,8 +42,8 @@ def linears(x: Tensor, weights: list[Tensor], state: Tensor, spec: str, producer
     x_TK = None
     for w_NK, producer in zip(weights, producers):
         if x_TK is None or fprop.x.rounding == "stochastic":
-            x_TK = operands.decode(x, fprop.x, producer + specs.ROW_X)
-        outputs.append((x_TK @ operands.decode(w_NK, fprop.w, producer).t()).to(_BF16))
+            x_TK = operands.decode(x, fprop.x, producer + specs.ROW_X, _ROW)
+        outputs.append((x_TK @ operands.decode(w_NK, fprop.w, producer, _ROW).t()).to(_BF16))
     return outputs
 
 
@@ -64,21 +65,21 @@ def _backward(
 ) -> list[Tensor]:
     """[dX BF16 [T, K], dW_i in the weight's dtype [N_i, K], ...]; empty [0] where not needed."""
     recipe, operands = specs.decode(spec), _Operands(state)
-    dx_TK = x_KT = None
+    dx_TK = x_TK = None
     dws = []
     for dy_TN, w_NK, producer, needed in zip(grads, weights, producers, need_w):
         if need_x:
-            dy = operands.decode(dy_TN, recipe.dgrad.dy, producer + specs.ROW_DY)
-            w_KN = operands.decode(w_NK, recipe.dgrad.w, producer, columns=True)
+            row_dy = operands.decode(dy_TN, recipe.dgrad.dy, producer + specs.ROW_DY, _ROW)
+            column_w = operands.decode(w_NK, recipe.dgrad.w, producer, _COLUMN)
             # FP32 sum over the linears of one input, rounded once below
-            dx_TK = dy @ w_KN.t() if dx_TK is None else torch.addmm(dx_TK, dy, w_KN.t())
+            dx_TK = row_dy @ column_w if dx_TK is None else dx_TK.addmm_(row_dy, column_w)
         if not needed:
             dws.append(w_NK.new_empty(0))
             continue
-        dy_NT = operands.decode(dy_TN, recipe.wgrad.dy, producer + specs.COLUMN_DY, columns=True)
-        if x_KT is None or recipe.wgrad.x.rounding == "stochastic":
-            x_KT = operands.decode(x, recipe.wgrad.x, producer + specs.COLUMN_X, columns=True)
-        dws.append((dy_NT @ x_KT.t()).to(w_NK.dtype))
+        column_dy = operands.decode(dy_TN, recipe.wgrad.dy, producer + specs.COLUMN_DY, _COLUMN)
+        if x_TK is None or recipe.wgrad.x.rounding == "stochastic":
+            x_TK = operands.decode(x, recipe.wgrad.x, producer + specs.COLUMN_X, _COLUMN)
+        dws.append((column_dy.t() @ x_TK).to(w_NK.dtype))
     return [x.new_empty(0) if dx_TK is None else dx_TK.to(_BF16), *dws]
 
 

@@ -1,0 +1,140 @@
+"""Output head and cross entropy: logits[T, V] = h[T, D] w[V, D]^T, loss = logsumexp(logits) - logits[target].
+
+Variants (``ModelConfig.output_head``), report appendix B:
+
+    variant            forward                       dh           dw
+    bf16               BF16 operands                 BF16         BF16 operands
+    lowp               MXFP8 h and w along D         BF16         BF16 operands
+    lowp_mxfp8_wgrad   MXFP8 h and w along D         BF16         MXFP8 dlogits and h along T
+
+GEMMs accumulate in FP32; logits and dlogits are rounded to BF16, softmax and loss are FP32, dw is summed in
+FP32. With an FP32 h the "bf16" variant rounds nothing (the mode that is compared with Hugging Face's model).
+
+The loss never holds more than one chunk of logits beyond BF16: with one chunk its BF16 logits are kept for
+backward, with more they are computed again, which costs one more head GEMM and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fp4core.model.mxfp8 import BLOCK, mxfp8_round
+
+VARIANTS = ("bf16", "lowp", "lowp_mxfp8_wgrad")
+IGNORE = -100  # target of a position that has no loss
+
+
+class OutputHead(nn.Module):
+    """The untied head's weight [V, D], or none when the embedding's is passed in.
+
+    ``forward(h, targets)``: h [..., D] -> logits [..., V] in h's dtype, or, with targets [...] int64, FP32
+    losses [...], zero where the target is -100.
+    """
+
+    def __init__(
+        self, hidden: int, vocab: int, variant: str = "bf16", *, tied: bool = False, chunk: int = 4096
+    ):
+        super().__init__()
+        if variant not in VARIANTS:
+            raise ValueError(f"output head: got {variant!r}, needed one of {', '.join(VARIANTS)}")
+        if chunk < BLOCK or chunk % BLOCK:
+            raise ValueError(f"output head: got chunks of {chunk} tokens, needed a multiple of {BLOCK}")
+        self.variant, self.chunk = variant, chunk
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab, hidden))
+
+    def forward(self, h: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        weight = self.weight if weight is None else weight
+        tokens = h.reshape(-1, h.shape[-1])
+        if targets is None:
+            return _Logits.apply(tokens, weight, self.variant).reshape(*h.shape[:-1], -1)
+        losses = _CrossEntropy.apply(tokens, weight, targets.reshape(-1), self.variant, self.chunk)
+        return losses.reshape(targets.shape)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b of operands that are exact in BF16 (or FP32 in FP32 mode), FP32 accumulation."""
+    if a.dtype == torch.float32 or a.device.type == "cpu":
+        return a.float() @ b.float()
+    return a @ b
+
+
+def _mxfp8(x: Tensor) -> Tensor:
+    return mxfp8_round(x).to(torch.bfloat16)
+
+
+def _weight_operand(w: Tensor, h: Tensor, variant: str) -> Tensor:
+    return w.to(h.dtype) if variant == "bf16" else _mxfp8(w).to(h.dtype)
+
+
+def _logits(h: Tensor, w_operand: Tensor, variant: str) -> Tensor:
+    operand = h if variant == "bf16" else _mxfp8(h).to(h.dtype)
+    return _product(operand, w_operand.t()).to(h.dtype)
+
+
+def _backward(dlogits: Tensor, h: Tensor, w: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+    """(dh in h's dtype, dw FP32) of dlogits [T, V] in h's dtype."""
+    dh = _product(dlogits, w.to(h.dtype)).to(h.dtype)
+    if variant == "lowp_mxfp8_wgrad":
+        left, right = _mxfp8(dlogits.t()).to(h.dtype), _mxfp8(h.t()).to(h.dtype)
+        return dh, _product(left, right.t()).float()
+    return dh, _product(dlogits.t(), h).float()
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor, w: Tensor, variant: str) -> Tensor:
+        ctx.save_for_backward(h, w)
+        ctx.variant = variant
+        return _logits(h, _weight_operand(w, h, variant), variant)
+
+    @staticmethod
+    def backward(ctx, dlogits: Tensor):
+        h, w = ctx.saved_tensors
+        dh, dw = _backward(dlogits, h, w, ctx.variant)
+        return dh, dw.to(w.dtype), None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h: Tensor, w: Tensor, targets: Tensor, variant: str, chunk: int) -> Tensor:
+        w_operand = _weight_operand(w, h, variant)
+        losses, sums, kept = [], [], None
+        for first in range(0, h.shape[0], chunk):
+            logits = _logits(h[first : first + chunk], w_operand, variant)
+            target = targets[first : first + chunk]
+            values = logits.float()
+            total = values.logsumexp(dim=-1)
+            picked = values.gather(1, target.clamp(min=0)[:, None])[:, 0]
+            losses.append(torch.where(target == IGNORE, 0.0, total - picked))
+            sums.append(total)
+            kept = logits if h.shape[0] <= chunk else None
+        ctx.variant, ctx.chunk, ctx.one = variant, chunk, kept is not None
+        ctx.save_for_backward(h, w, targets, torch.cat(sums), *([] if kept is None else [kept]))
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        h, w, targets, sums, *kept = ctx.saved_tensors
+        w_operand = None if kept else _weight_operand(w, h, ctx.variant)
+        dhs, dw = [], None
+        for first in range(0, h.shape[0], ctx.chunk):
+            part = slice(first, first + ctx.chunk)
+            logits = kept[0] if kept else _logits(h[part], w_operand, ctx.variant)
+            dlogits = _softmax_gradient(logits.float(), sums[part], targets[part], grad[part])
+            dh, chunk_dw = _backward(dlogits.to(h.dtype), h[part], w, ctx.variant)
+            dhs.append(dh)
+            dw = chunk_dw if dw is None else dw + chunk_dw
+        return torch.cat(dhs), dw.to(w.dtype), None, None, None
+
+
+def _softmax_gradient(logits: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> Tensor:
+    """grad_t (softmax(logits_t) - onehot(target_t)), FP32 [T, V]."""
+    probability = (logits - total[:, None]).exp()
+    target = target[:, None]
+    if torch.compiler.is_compiling():  # a comparison fuses with the rest; a scatter does not
+        column = torch.arange(logits.shape[1], device=logits.device)
+        probability = torch.where(column == target, probability - 1, probability)
+    else:
+        probability.scatter_add_(1, target.clamp(min=0), probability.new_full(target.shape, -1.0))
+    return probability * torch.where(target == IGNORE, 0.0, grad[:, None])

@@ -1,0 +1,47 @@
+"""Activation checkpointing of one block: none, selective or full.
+
+"selective" keeps the outputs of matrix products, attention and fp4core's own ops, and recomputes norms,
+rotations, SiLU and casts: little time for about half of the memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_KEPT_ATEN = frozenset(
+    {
+        "mm",
+        "addmm",
+        "bmm",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    }
+)
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name() if isinstance(op, torch._ops.OpOverload) else ""
+    namespace, _, rest = name.partition("::")
+    if namespace == "fp4core" or (namespace == "aten" and rest.partition(".")[0] in _KEPT_ATEN):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def checkpointed(policy: str, block: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """``block(*inputs)`` under a policy. Nothing draws from torch's generators: their state is not kept."""
+    if policy == "none" or not torch.is_grad_enabled():
+        return block(*inputs)
+    more = {"context_fn": _contexts} if policy == "selective" else {}
+    return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False, **more)
