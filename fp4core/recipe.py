@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fp4core._recipe_inputs import Inputs, inputs_from_dict, load_inputs, missing_inputs
-from fp4core._recipe_load import ConfigError, fail, nearest, read_yaml, schema, to_plain
+from fp4core._recipe_load import ConfigError, build, fail, nearest, read_yaml, schema, to_plain
+from fp4core._recipe_plan import FIGURES, TABLES, Plan, WorkflowConfig, find_commands, missing_logs_message
 from fp4core._recipe_route import (
     BlockGroup,
     Dgrad,
@@ -50,7 +51,9 @@ from fp4core._recipe_study import (
 )
 
 __all__ = [
+    "FIGURES",
     "STAGES",
+    "TABLES",
     "TASKS",
     "BlockGroup",
     "BoundaryConfig",
@@ -66,6 +69,7 @@ __all__ = [
     "LinearRecipe",
     "ModelConfig",
     "Operand",
+    "Plan",
     "ProbeConfig",
     "Recipe",
     "RopeConfig",
@@ -74,13 +78,16 @@ __all__ = [
     "TrainConfig",
     "ValidationConfig",
     "Wgrad",
+    "WorkflowConfig",
     "digest",
+    "find_commands",
     "from_dict",
     "inputs_from_dict",
     "list_routes",
     "load_inputs",
     "load_recipe",
     "load_study",
+    "make_plan",
     "missing_inputs",
     "operand_formats",
     "operands",
@@ -163,6 +170,30 @@ def study_routes(study: Study, directory: str | Path | None = None) -> dict[str,
     return recipes
 
 
+def make_plan(config: Mapping[str, Any]) -> tuple[WorkflowConfig, Plan]:
+    """The workflow's ``--config``, checked, and what its study runs.
+
+    Raises ConfigError for a mistake in the configuration, in a recipe or in the study, for a study whose
+    inputs are not bound, and for logs that ``from_logs`` lacks.
+    """
+    settings = build(WorkflowConfig, dict(config), "--config")
+    study = load_study(settings.study, settings.recipes)
+    recipes = study_routes(study, settings.recipes)
+    results = f"{settings.results}/{study.study}"
+    if settings.from_logs is not None:
+        plan = Plan(study, recipes, results)
+        missing = plan.missing_logs(settings.from_logs)
+        if missing:
+            raise ConfigError(missing_logs_message(settings.from_logs, missing))
+        return settings, plan
+    missing = missing_inputs(study, settings.inputs)
+    if missing:
+        lines = "".join(f"\n  {line}" for line in missing)
+        raise ConfigError(f"study {study.study}: nothing is started, these inputs are missing:{lines}")
+    inputs = load_inputs(settings.inputs) if study.data.source == "bound" else None
+    return settings, Plan(study, recipes, results, inputs)
+
+
 def _find(path_or_name: str | Path, folder: str, kind: str, directory: str | Path | None) -> Path:
     text = str(path_or_name)
     if text.endswith((".yaml", ".yml")) or "/" in text:
@@ -182,6 +213,7 @@ def schemas() -> dict[str, dict[str, Any]]:
     return {
         "recipe.schema.json": schema(Recipe, "recipe", "One route: recipes/routes/ROUTE.yaml"),
         "study.schema.json": schema(Study, "study", "One study: recipes/studies/STUDY.yaml"),
+        "config.schema.json": schema(WorkflowConfig, "config", "The workflow's --config"),
         "inputs.schema.json": schema(Inputs, "inputs", "Local files bound by hash: inputs.yaml"),
     }
 

@@ -1,0 +1,274 @@
+"""What a study runs and where every result lies: the one place that the workflow's rules ask.
+
+Heavy stages leave a marker each, ``results/STUDY/done/STAGE/...json``; logs and checkpoints are never a
+rule's output, because Snakemake deletes outputs before and after a failed job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from fp4core._recipe_inputs import Inputs
+from fp4core._recipe_load import entry
+from fp4core._recipe_route import Recipe, digest
+from fp4core._recipe_study import Study
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkflowConfig:
+    """``--config`` of the workflow."""
+
+    study: str = entry("smoke", doc="name in recipes/studies, or a path")
+    from_logs: str | None = entry(
+        None, doc="results directory to redraw from; nothing is trained or measured"
+    )
+    recipes: str | None = entry(None, doc="folder with routes/ and studies/ instead of recipes/")
+    results: str = entry("results", doc="where results/STUDY is made")
+    inputs: str = entry("inputs.yaml", doc="bindings of local files")
+
+    def told(self, wildcards: Any, output: Any) -> str:
+        """What every command line is told of the study, as a rule's ``params``, quoted for a shell.
+
+        Snakemake does not compare a param that is a function of ``output``: another spelling of the
+        same study reruns nothing. What can change a number is in ``Plan.key``.
+        """
+        recipes = ["--recipes", self.recipes] if self.recipes else []
+        return shlex.join(["--study", self.study, *recipes])
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One training job: up to ``end``, leaving the checkpoints ``cuts``."""
+
+    end: int
+    cuts: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.end:08d}"
+
+
+TABLES = (
+    "table01_prior_work",
+    "table02_format_contracts",
+    "table03_base_recipe",
+    "table04_recipe_ledger",
+    "table05_rounding_policy",
+    "table06_throughput",
+    "table07_endpoint_loss",
+    "table08_downstream",
+    "table09_production",
+    "table10_output_head",
+    "table11_boundary_budget",
+    "table12_dgrad_error",
+)
+FIGURES = (
+    "fig01_scale_rounding",
+    "fig02_execution_routes",
+    "fig03_cta_scaling",
+    "fig04_operand_map",
+    "fig05_weight_2d",
+    "fig06_fusion_schedule",
+    "fig07_training_loss",
+    "fig08_training_loss_zoom",
+    "fig09_validation_nll",
+    "fig10_downstream_delta",
+    "fig11_speed_quality",
+    "fig12_dgrad_error",
+)
+
+# one schema each in schemas/tidy (a test keeps them equal)
+TIDY = (
+    "boundary.csv",
+    "dgrad.csv",
+    "downstream.csv",
+    "downstream_items.parquet",
+    "endpoint.csv",
+    "execution_routes.csv",
+    "formats.csv",
+    "losses.parquet",
+    "meta.csv",
+    "operands.csv",
+    "output_head.csv",
+    "production.csv",
+    "routes.csv",
+    "runs.csv",
+    "scale_rounding.csv",
+    "scaling_domains.csv",
+    "throughput.csv",
+    "training.csv",
+    "validation.csv",
+    "validation_sequences.parquet",
+    "weight_2d.csv",
+)
+
+# stages that run once per study, on its first seed where they need one
+SINGLE = ("data", "dgrad", "output_head", "boundary", "traces")
+Stage = Literal[
+    "data", "train", "probe", "validation", "downstream", "dgrad", "output_head", "boundary", "traces"
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Paths and rerun keys of one study; ``results`` is ``results/STUDY``."""
+
+    study: Study
+    recipes: dict[str, Recipe]
+    results: str
+    inputs: Inputs | None = None
+
+    def told(self, wildcards: Any, output: Any) -> str:
+        """The results directory, as a rule's ``params`` that is not compared (see WorkflowConfig.told)."""
+        return shlex.quote(self.results)
+
+    @property
+    def first_seed(self) -> int:
+        """The seed of everything that is measured once: probes, diagnostics and screens."""
+        return self.study.seeds[0]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Training jobs of one run, in order."""
+        cuts = self.study.all_cuts
+        if self.study.train.segments == "one":
+            return (Segment(cuts[-1], cuts),)
+        return tuple(Segment(cut, (cut,)) for cut in cuts)
+
+    def segment(self, step: int) -> Segment:
+        """The segment that leaves the checkpoint of ``step``."""
+        return next(s for s in self.segments if step in s.cuts)
+
+    def until(self, name: str) -> int:
+        """Last step of the segment called ``name``."""
+        return next(s.end for s in self.segments if s.name == name)
+
+    def cuts(self, name: str) -> str:
+        """Cuts of the segment called ``name``, as a command line lists them."""
+        return ",".join(str(cut) for s in self.segments if s.name == name for cut in s.cuts)
+
+    def train_before(self, route: str, seed: int | str, name: str) -> list[str]:
+        """Marker of the training job that the one called ``name`` goes on from; empty for the first."""
+        names = [s.name for s in self.segments]
+        return [self.done("train", route, seed, before) for before in names[: names.index(name)][-1:]]
+
+    @property
+    def downstream_segment(self) -> str:
+        """Name of the training job that leaves the checkpoint which is scored."""
+        return self.segment(self.study.downstream.step).name
+
+    @property
+    def dgrad_source(self) -> str:
+        """Marker of the training job that leaves the checkpoint whose tensors are compared."""
+        segment = self.segment(self.study.dgrad.step).name
+        return self.done("train", self.study.dgrad.route, self.first_seed, segment)
+
+    def done(self, stage: Stage, route: str = "", seed: int | str = "", segment: str = "") -> str:
+        """Path of a stage's marker; ``{route}`` and the like may be wildcards."""
+        if stage in SINGLE:
+            return f"{self.results}/done/{stage}.json"
+        tail = f"/{segment}" if segment else ""
+        return f"{self.results}/done/{stage}/{route}/s{seed}{tail}.json"
+
+    def route_done(self, route: str) -> list[str]:
+        """Every marker that belongs to ``route`` alone."""
+        markers = [self.done("probe", route, self.first_seed)]
+        for seed in self.study.seeds:
+            for segment in self.segments:
+                markers += [self.done(s, route, seed, segment.name) for s in ("train", "validation")]
+            markers.append(self.done("downstream", route, seed))
+        return markers
+
+    def all_done(self) -> list[str]:
+        """Every marker of the study."""
+        return [m for r in self.recipes for m in self.route_done(r)] + [self.done(s) for s in SINGLE]
+
+    def key(self, stage: str, route: str | None = None) -> dict[str, Any]:
+        """What can change the numbers of a heavy job, as hashes: its ``params``.
+
+        The order of keys is fixed, since Snakemake compares their text. Bound inputs count by content.
+        """
+        if route is None:
+            hashes: Any = digest({r: recipe.hash for r, recipe in self.recipes.items()})
+        else:
+            hashes = self.recipes[route].hash if route else None
+        bound = None
+        if self.inputs is not None and stage != "boundary":
+            kinds = ("tokenizer", "corpus", "validation")
+            kinds += ("evaluation",) if stage == "downstream" else ()
+            bindings = {kind: getattr(self.inputs, kind) for kind in kinds}
+            bound = digest({kind: b.sha256 for kind, b in bindings.items() if b})
+        return {"stage": self.study.stage_hash(stage), "recipe": hashes, "inputs": bound}
+
+    def tables_key(self) -> str:
+        """Hash of everything that tables show of the configuration, labels and order included."""
+        return digest(
+            [dataclasses.asdict(self.study), [dataclasses.asdict(r) for r in self.recipes.values()]]
+        )
+
+    def tidy_files(self) -> list[str]:
+        """What ``collect`` writes: a file per schema in schemas/tidy."""
+        return [f"{self.results}/tidy/{name}" for name in TIDY]
+
+    def logs_in(self, logs: str) -> list[str]:
+        """``log_files`` with their directory."""
+        return [f"{logs}/{name}" for name in self.log_files()]
+
+    @staticmethod
+    def drawing_code(root: str | Path) -> list[str]:
+        """Sources whose edit redraws tables and figures: cheap, so they are plain inputs."""
+        folder = Path(root) / "figures"
+        found = [p for kind in ("*.py", "*.csv", "templates/*") for p in folder.rglob(kind) if p.is_file()]
+        return sorted(os.path.relpath(p) for p in found)
+
+    def table_files(self) -> list[str]:
+        return [f"{self.results}/tables/{name}.{kind}" for name in TABLES for kind in ("csv", "md", "tex")]
+
+    def figure_files(self) -> list[str]:
+        return [f"{self.results}/figures/{name}.{kind}" for name in FIGURES for kind in ("pdf", "svg", "png")]
+
+    def log_files(self) -> list[str]:
+        """Every record that tables and figures are drawn from, relative to the results directory."""
+        first = self.first_seed
+        files = [
+            "data/data.json",
+            f"output_head/s{first}.json",
+            f"dgrad/s{first}.json",
+            "boundary/budget.json",
+        ]
+        for route in self.recipes:
+            files.append(f"probes/{route}/s{first}.json")
+            for seed in self.study.seeds:
+                run = f"runs/{route}/s{seed}"
+                files += [f"{run}/{name}" for name in ("manifest.json", "metrics.parquet", "summary.json")]
+                files += [f"validation/{route}/s{seed}/step-{cut:08d}.json" for cut in self.study.all_cuts]
+                files.append(f"downstream/{route}/s{seed}.json")
+        traces = ("scale_rounding", "scaling_domains", "weight_2d", "execution_routes")
+        return files + [f"traces/{name}.csv" for name in traces]
+
+    def missing_logs(self, logs: str | Path) -> list[str]:
+        """The ``log_files`` that ``logs`` does not hold."""
+        return [name for name in self.log_files() if not (Path(logs) / name).is_file()]
+
+
+def missing_logs_message(logs: str, missing: list[str], shown: int = 20) -> str:
+    """One message for all missing logs."""
+    more = f"\n  ... and {len(missing) - shown} more" if len(missing) > shown else ""
+    lines = "".join(f"\n  {name}" for name in missing[:shown])
+    return (
+        f"from_logs={logs}: {len(missing)} logs are missing and nothing is run in their place; "
+        f"complete the run they come from, or choose its study (--config study=NAME):{lines}{more}"
+    )
+
+
+def find_commands(root: str | Path) -> None:
+    """Rules run ``python -m ...`` of this interpreter and this checkout, whatever the caller's PATH is."""
+    first = {"PATH": Path(sys.executable).parent, "PYTHONPATH": root}
+    for name, folder in first.items():
+        parts = [str(folder), *filter(None, [os.environ.get(name)])]
+        os.environ[name] = os.pathsep.join(parts)

@@ -1,0 +1,16 @@
+"""Tokenizer, training shards and the fixed validation stream."""
+
+
+rule data:
+    output:
+        PLAN.done("data"),
+    log:
+        f"{RESULTS}/logs/data.log",
+    conda:
+        "../../environment.yml"
+    params:
+        key=PLAN.key("data", ""),
+        study=SETTINGS.told,
+        results=PLAN.told,
+    shell:
+        "python -m fp4core data {params.study} --out {params.results}/data --done {output} 2>&1 | tee {log}"
