@@ -2,7 +2,7 @@
 
 E2M1 (codes 0..7 = 0 .5 1 1.5 2 3 4 6, bit 3 the sign), E4M3 (bytes of ``float8_e4m3fn``), UE5M3
 (unsigned, bias 15, largest 61440, smallest 2^-17) and E8M0 (byte 127 + exponent). All inputs and decoded
-values are FP32. Rounding is to nearest, ties to even, except ``e2m1_stochastic``.
+values are FP32. Rounding is to nearest, ties to even, except ``e2m1_stochastic_``.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _ONE = 0x3F800000
 E8M0_NAN, E4M3_NAN, UE5M3_NAN = 0xFF, 0x7F, 0xFF
 
 
-def e2m1_nearest(y: torch.Tensor) -> torch.Tensor:
-    """Round FP32 ``y`` to E2M1 values: nearest, ties to the even code, saturating at 6.
+def e2m1_nearest_(y: torch.Tensor) -> torch.Tensor:
+    """Round FP32 ``y`` in place to E2M1 values: nearest, ties to the even code, saturating at 6.
 
     The grid step at |y| in [2^e, 2^(e+1)) is 2^(e-1), e >= 0. Adding M = 1.5 x 2^(e+22), whose unit in
     the last place is that step, lets the FP32 adder round; subtracting M again is exact. The zero of a
     negative underflow keeps its sign. NaN is the caller's business (the quantiser maps it to 0 under a
-    NaN scale). Overwrites ``y``.
+    NaN scale).
 
     Returns:
-        FP32 tensor of y's shape with values in {0, .5, 1, 1.5, 2, 3, 4, 6} and signs.
+        ``y``, now with values in {0, .5, 1, 1.5, 2, 3, 4, 6} and signs.
     """
     y.clamp_(-6.0, 6.0)
     magic = (y.view(torch.int32) & _EXPONENT).clamp_min_(_ONE).add_((22 << 23) | 0x400000).view(torch.float32)
     q = y + magic
     q -= magic
-    return torch.copysign(q, y)
+    return torch.copysign(q, y, out=y)
 
 
-def e2m1_stochastic(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """Round FP32 ``y`` to E2M1 values with one random byte r per element.
+def e2m1_stochastic_(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Round FP32 ``y`` in place to E2M1 values with one random byte r per element.
 
     With delta the position between the two neighbours in magnitude, 0 <= delta < 1, round up when
     delta + (2r + 1) / 512 >= 1 (gfloat's ``StochasticFast``); saturates at 6. The thresholds are
@@ -54,7 +54,7 @@ def e2m1_stochastic(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     bits += random.to(torch.int32).mul_(1 << 14).add_(1 << 13)
     bits &= -(1 << 22)
     a -= below_one
-    return torch.copysign(a, y)
+    return torch.copysign(a, y, out=y)
 
 
 def e2m1_codes(q: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def e4m3_decode(byte: torch.Tensor) -> torch.Tensor:
 def ue5m3_round(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(byte uint8, value FP32) of the UE5M3 nearest to non-negative FP32 ``value``; saturates at 61440.
 
-    The same adder trick as ``e2m1_nearest``, with exponents from -14 and a step of 2^(e-3).
+    The same adder trick as ``e2m1_nearest_``, with exponents from -14 and a step of 2^(e-3).
     """
     nan = value.isnan()
     v = value.nan_to_num(0.0, posinf=UE5M3_MAX).clamp_(max=UE5M3_MAX)

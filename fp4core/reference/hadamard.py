@@ -23,6 +23,8 @@ import math
 
 import torch
 
+from fp4core.reference.pieces import slices
+
 SIGN_MASK = 0x2817
 _GROUP = {"plain16": 16, "fixed16": 16, "fixed32": 32}
 NAMES = tuple(_GROUP)
@@ -53,6 +55,18 @@ def scale(name: str) -> float:
     return 1 / math.sqrt(_GROUP[name])
 
 
+def _butterfly_(v: torch.Tensor, axis: int) -> None:
+    """All stages of the unscaled Sylvester transform of ``v`` along ``axis``, in place."""
+    group, h = v.shape[axis], 1
+    while h < group:
+        pairs = v.unflatten(axis, (group // (2 * h), 2, h))
+        a, b = pairs.select(axis + 1, 0), pairs.select(axis + 1, 1)
+        difference = a - b
+        a += b
+        b.copy_(difference)
+        h *= 2
+
+
 def rotate(x: torch.Tensor, name: str | None, axis: int = -1) -> torch.Tensor:
     """Rotate along ``axis`` and round to BF16.
 
@@ -77,11 +91,8 @@ def rotate(x: torch.Tensor, name: str | None, axis: int = -1) -> torch.Tensor:
     grouped = head.unflatten(axis, (whole // group, group))
     inner = x.dim() - 1 - axis  # axes right of the contraction axis
     v = grouped * signs(name).to(x.device).view(-1, *[1] * inner)
-    h = 1
-    while h < group:
-        pairs = v.unflatten(axis + 1, (group // (2 * h), 2, h))
-        a, b = pairs.select(axis + 2, 0), pairs.select(axis + 2, 1)
-        v = torch.stack((a + b, a - b), dim=axis + 2).flatten(axis + 1, axis + 3)
-        h *= 2
-    out = v.mul_(scale(name)).flatten(axis, axis + 1).to(torch.bfloat16).float()
+    for s in slices(v):
+        _butterfly_(v[s], axis + 1)
+        v[s].mul_(scale(name))
+    out = v.flatten(axis, axis + 1).to(torch.bfloat16).float()
     return out if whole == length else torch.cat((out, x.narrow(axis, whole, length - whole)), dim=axis)

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fp4core.reference.pieces import slices
+
 MASK32 = 0xFFFFFFFF
 _MUL0, _MUL1 = 0xD2511F53, 0xCD9E8D57
 _BUMP0, _BUMP1 = 0x9E3779B9, 0xBB67AE85
@@ -99,12 +101,15 @@ def random_bytes(rows: int, features: int, key: SRKey, device: torch.device | st
     first = int(key.offset)
     if count == 0:
         return torch.empty(rows, features, dtype=torch.uint8, device=device)
-    group = torch.arange(first // 16, (first + count + 15) // 16, dtype=torch.int64, device=device)
+    groups = torch.arange(first // 16, (first + count + 15) // 16, dtype=torch.int64, device=device)
     step = torch.as_tensor(key.step, dtype=torch.int64).to(device) & MASK32
     producer = torch.full((), key.producer & MASK32, dtype=torch.int64, device=device)
-    counter = (group & MASK32, (group >> 32) & MASK32, step, producer)
-    words = philox4x32_10(counter, (key.seed & MASK32, (key.seed >> 32) & MASK32))
-    # int64 -> int32 keeps the low 32 bits; the byte view is little-endian, as on every supported machine
-    flat = torch.stack(words, dim=-1).to(torch.int32).view(torch.uint8).reshape(-1)
+    out = torch.empty(groups.numel(), 4, dtype=torch.int32, device=device)
+    for s in slices(out):
+        counter = (groups[s] & MASK32, (groups[s] >> 32) & MASK32, step, producer)
+        words = philox4x32_10(counter, (key.seed & MASK32, (key.seed >> 32) & MASK32))
+        for i, word in enumerate(words):
+            out[s, i] = word  # int64 -> int32 keeps the low 32 bits
     skip = first % 16
-    return flat[skip : skip + count].view(rows, features)
+    # the byte view is little-endian, as on every machine that torch supports
+    return out.view(torch.uint8).view(-1)[skip : skip + count].view(rows, features)

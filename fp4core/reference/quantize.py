@@ -17,6 +17,7 @@ from fp4core.formats import Format
 from fp4core.reference import casts
 from fp4core.reference.hadamard import rotate
 from fp4core.reference.philox import SRKey, random_bytes
+from fp4core.reference.pieces import slices
 from fp4core.reference.scales import Scales, compute
 
 
@@ -55,11 +56,14 @@ def _tiles(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 def _block_amax(tiles: torch.Tensor) -> torch.Tensor:
     """Largest magnitude per block, [GR, GC]; NaN where a NaN is."""
-    amax = tiles.abs()
-    for dim in (1, 3):
-        if amax.shape[dim] > 1:
-            amax = amax.amax(dim, keepdim=True)
-    return amax[:, 0, :, 0]
+    grid = tiles.new_empty(tiles.shape[0], tiles.shape[2])
+    for s in slices(tiles):
+        amax = tiles[s].abs()
+        for dim in (1, 3):
+            if amax.shape[dim] > 1:
+                amax = amax.amax(dim, keepdim=True)
+        grid[s] = amax[:, 0, :, 0]
+    return grid
 
 
 def _expand(grid: torch.Tensor) -> torch.Tensor:
@@ -106,16 +110,17 @@ def quantize_2d(
     # x * multiplier + bias. The bias is +0 in all-zero blocks, so that a -0 there gives code 0, and -0
     # elsewhere, which changes nothing: a -0 or a negative underflow in a live block gives code 8.
     bias = torch.full_like(amax_b, -0.0).masked_fill_(amax_b == 0, 0.0)
-    y = torch.addcmul(_expand(bias), tiles, _expand(scales.multiplier))
-    if scales.post != 1.0:
-        y *= scales.post
-    y.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # under a NaN scale the code is 0
-    if key is None:
-        q = casts.e2m1_nearest(y)
-    else:
-        random = _tiles(random_bytes(rows, cols, key, x.device), block)
-        q = casts.e2m1_stochastic(y, random)
-    q = q.view(q.shape[0] * block[0], q.shape[2] * block[1])[:rows, :cols]
+    random = None if key is None else _tiles(random_bytes(rows, cols, key, x.device), block)
+    for s in slices(tiles):
+        y = tiles[s].mul_(_expand(scales.multiplier[s])).add_(_expand(bias[s]))
+        if scales.post != 1.0:
+            y *= scales.post
+        y.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)  # under a NaN scale the code is 0
+        if random is None:
+            casts.e2m1_nearest_(y)
+        else:
+            casts.e2m1_stochastic_(y, random[s])
+    q = tiles.view(tiles.shape[0] * block[0], tiles.shape[2] * block[1])[:rows, :cols]
     return Quantised(q, scales, fmt, axis)
 
 
