@@ -1,0 +1,290 @@
+"""MXFP4 on words: scale rules, rounding in packed BF16, and exact FP8 or BF16 carriers.
+
+value = E2M1(6x / s) x s x 1/6 (or E2M1(x / s) x s for the OCP rules), s = 2^k per block.
+
+A carrier holds E2M1 x 2^(k - ref) and the GEMM multiplies by 2^ref. All arithmetic happens in BF16 shifted by
+SHIFT so that the result's BF16 exponent *is* the carrier's exponent field:
+
+    carrier   SHIFT   k - ref held exactly    bits of the byte in the shifted BF16
+    e5m2      -112    -15 .. 13               sign, 12..5
+    e4m3      -120    -8 .. 6                 sign, 11..4
+    bf16         0    any, |k| <= 100         all 16
+
+so that packing is a shift and a sign, subnormals included. A block outside the range is a *misfit*: it is
+counted, never rounded; the caller falls back to a wider carrier.
+
+Scale rules need only integer arithmetic on the BF16 bits of the block maximum, because a power of two is a BF16
+with an empty mantissa: s = (bits + ADD) & 0x7F80, with ADD the rounding rule.
+
+    rule        ADD    s shifted by   meaning
+    mx_ceil     127    0              2^ceil(log2 amax)
+    mx_finer     33    0              mx_ceil, halved when amax < 0.87 s (mantissa <= 94/128)
+    mx_floor      0    0              2^floor(log2 amax)
+    ocp_floor     0    -2             2^(floor(log2 amax) - 2)
+    ocp_rceil    63    -2             2^ceil(log2(amax / 6))
+    ocp_even     32    -2             amax rounded half up to one mantissa bit, then floor
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp4core.kernels.device import (
+    duplicate,
+    high_f32,
+    low_f32,
+    min2,
+    pack_exact,
+    permute_bytes,
+)
+
+
+@triton.jit
+def rule_add(RULE: tl.constexpr):
+    """ADD of the scale rule, a constant."""
+    add: tl.constexpr = (
+        127
+        if RULE == "mx_ceil"
+        else 33
+        if RULE == "mx_finer"
+        else 63
+        if RULE == "ocp_rceil"
+        else 32
+        if RULE == "ocp_even"
+        else 0
+    )
+    return add
+
+
+@triton.jit
+def _shift(CARRIER: tl.constexpr):
+    shift: tl.constexpr = -112 if CARRIER == "e5m2" else -120 if CARRIER == "e4m3" else 0
+    return shift
+
+
+@triton.jit
+def _bf16_scaled(factor: tl.constexpr, exponent):
+    """BF16 bits, in both halves, of factor x 2^exponent; exact down to the subnormals of two-bit factors."""
+    half = exponent >> 1
+    a = ((half + 127) << 23).to(tl.float32, bitcast=True)
+    b = ((exponent - half + 127) << 23).to(tl.float32, bitcast=True)
+    bits = (a * factor * b).to(tl.int32, bitcast=True)
+    return duplicate(bits >> 16)
+
+
+@triton.jit
+def mx_constants(ref, CARRIER: tl.constexpr, RULE: tl.constexpr):
+    """Packed constants (c, c64, ct) of a reference exponent (int32 scalar or tensor).
+
+    c multiplies x, c64 = 64 c, and ct turns the power of two s into the smallest 64 x step's exponent.
+    """
+    exponent = _shift(CARRIER) - ref
+    OCP: tl.constexpr = RULE == "ocp_floor" or RULE == "ocp_rceil" or RULE == "ocp_even"
+    if OCP:
+        return (
+            _bf16_scaled(1.0, exponent),
+            _bf16_scaled(1.0, exponent + 6),
+            _bf16_scaled(1.0, exponent + 4),
+        )
+    return _bf16_scaled(6.0, exponent), _bf16_scaled(6.0, exponent + 6), _bf16_scaled(1.0, exponent + 6)
+
+
+@triton.jit
+def mx_bounds(ref, CARRIER: tl.constexpr, RULE: tl.constexpr):
+    """Smallest and largest BF16 bits of a nonzero block maximum whose block the carrier holds exactly.
+
+    An out-of-range reference gives an empty range, so that every block counts as a misfit.
+    """
+    OCP: tl.constexpr = RULE == "ocp_floor" or RULE == "ocp_rceil" or RULE == "ocp_even"
+    bias: tl.constexpr = 129 if OCP else 127
+    if CARRIER == "bf16":
+        low = ref - 100
+        high = ref + 100
+        high = tl.where((ref < -16) | (ref > 16), low - 1, high)
+    elif CARRIER == "e5m2":
+        low = ref - 15
+        high = tl.where((ref < -100) | (ref > 22), low - 1, ref + 13)
+    else:
+        low = ref - 8
+        high = tl.where((ref < -100) | (ref > 14), low - 1, ref + 6)
+    add: tl.constexpr = rule_add(RULE)
+    low = tl.maximum(((low + bias) << 7) - add, 0x80)
+    high = tl.minimum(((high + bias + 1) << 7) - 1 - add, 0x7F7F)
+    return low, high
+
+
+@triton.jit
+def top_exponent(CARRIER: tl.constexpr):
+    """Largest k - ref of the carrier."""
+    top: tl.constexpr = 13 if CARRIER == "e5m2" else 6 if CARRIER == "e4m3" else 100
+    return top
+
+
+@triton.jit
+def mul2(a, b, ASM: tl.constexpr):
+    """Packed BF16 product; exact in every use here (one factor is a power of two)."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return pack_exact(low_f32(a) * low_f32(b), high_f32(a) * high_f32(b))
+
+
+@triton.jit
+def mx_threshold(amax2, ct, RULE: tl.constexpr, ASM: tl.constexpr):
+    """Packed BF16 64 s of packed block maxima (16-bit magnitudes); infinite or NaN maxima give infinity."""
+    s = (min2(amax2, 0x7F807F80 + tl.zeros_like(amax2), ASM) + rule_add(RULE) * 0x10001) & 0x7F807F80
+    return mul2(s, ct, ASM)
+
+
+@triton.jit
+def _round_half(x, c, t, CLAMP: tl.constexpr):
+    """E2M1 rounding of x c on the grid whose smallest binade starts at t / 64; NaN where t is infinite."""
+    y = x * c
+    if CLAMP:
+        limit = t * 0.09375  # 6 s
+        y = tl.where(tl.abs(y) > limit, tl.where(y < 0, -limit, limit), y)
+    e = tl.maximum((tl.abs(y) * 64.0).to(tl.int32, bitcast=True) & 0x7F800000, t.to(tl.int32, bitcast=True))
+    m = e.to(tl.float32, bitcast=True) * 98304.0  # 1.5 x 2^16: unit in the last place e / 128
+    q = (y + m) - m
+    return tl.where(t < float("inf"), q, float("nan"))
+
+
+@triton.jit
+def mx_round(w, t, c, c64, RULE: tl.constexpr, ASM: tl.constexpr):
+    """Words of E2M1(c x) in shifted BF16.
+
+    ``w`` words, ``t`` the packed thresholds (broadcast to w), ``c``, ``c64`` from ``mx_constants``. Five packed
+    instructions: |64 c x|, max with t, exponent to M, fused multiply-add, subtract; one more where the rule
+    can leave 6x / s above 6.
+    """
+    CLAMP: tl.constexpr = RULE != "mx_ceil" and RULE != "ocp_rceil"
+    if ASM:
+        if CLAMP:
+            six = mul2(t, 0x3DC03DC0 + tl.zeros_like(t), True)  # 6 s = t x 0.09375
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 p, m, r;
+                mul.rn.bf16x2 p, $1, $4;
+                abs.bf16x2 p, p;
+                max.NaN.bf16x2 p, p, $2;
+                lop3.b32 m, p, 0x7F807F80, 0x00400040, 0xEA;
+                fma.rn.bf16x2 r, $1, $3, m;
+                sub.rn.bf16x2 r, r, m;
+                min.NaN.xorsign.abs.bf16x2 $0, r, $5;
+                }""",
+                "=r,r,r,r,r,r",
+                [w, t, c, c64, six],
+                dtype=tl.int32,
+                is_pure=True,
+                pack=1,
+            )
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 p, m, r;
+            mul.rn.bf16x2 p, $1, $4;
+            abs.bf16x2 p, p;
+            max.NaN.bf16x2 p, p, $2;
+            lop3.b32 m, p, 0x7F807F80, 0x00400040, 0xEA;
+            fma.rn.bf16x2 r, $1, $3, m;
+            sub.rn.bf16x2 $0, r, m;
+            }""",
+            "=r,r,r,r,r",
+            [w, t, c, c64],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    low = _round_half(low_f32(w), low_f32(c), low_f32(t), CLAMP)
+    high = _round_half(high_f32(w), high_f32(c), high_f32(t), CLAMP)
+    return pack_exact(low, high)
+
+
+@triton.jit
+def _stochastic_half(x, byte, c, t, CLAMP: tl.constexpr):
+    """Magnitude of E2M1(|x| c) rounded with random bytes; t = 64 s, infinite for a NaN block.
+
+    On [64 s 2^e, 64 s 2^(e+1)) the grid step is 2^(e-1) s. M = 2^13 x that binade's start has the unit
+    step / 512, so adding 2 byte + 1 units before truncating at a whole step decides as the contract does.
+    """
+    a = tl.abs(x)
+    y = a * c
+    if CLAMP:
+        y = tl.minimum(y, t * 0.09375)
+    e = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, t.to(tl.int32, bitcast=True) - (6 << 23))
+    inverse = ((254 << 23) - e).to(tl.float32, bitcast=True)
+    units = y * inverse * 2.0
+    whole = tl.floor(units)
+    part = tl.floor((units - whole) * 512.0).to(tl.int32)
+    q = tl.where(part + 2 * byte + 1 >= 512, whole + 1.0, whole) * e.to(tl.float32, bitcast=True) * 0.5
+    return tl.where(t < float("inf"), q, float("nan"))
+
+
+@triton.jit
+def fp8_bytes(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
+    """Words whose bytes 1 and 3 are the FP8 bytes of the two halves of shifted BF16 words."""
+    SHIFT: tl.constexpr = 3 if CARRIER == "e5m2" else 4
+    moved = v << SHIFT
+    return (moved & 0x7FFF7FFF) | (v & -2147450880)
+
+
+@triton.jit
+def join_bytes(b0, b1, ASM: tl.constexpr):
+    """One word of bytes (b0.1, b0.3, b1.1, b1.3): four neighbouring FP8 values."""
+    return permute_bytes(b0, b1, 0x7531, ASM)
+
+
+@triton.jit
+def mx_round_stochastic(w, t, random, c, RULE: tl.constexpr, PAIR: tl.constexpr, ASM: tl.constexpr):
+    """Words of E2M1(c x) in shifted BF16, rounded with bytes 2 PAIR and 2 PAIR + 1 of the words ``random``.
+
+    One block scale per word (row blocks); places and bytes as in ``reference.philox``.
+    """
+    CLAMP: tl.constexpr = RULE != "mx_ceil" and RULE != "ocp_rceil"
+    if ASM:
+        cf = high_f32(c)
+        tf = high_f32(t)
+        pick_low = tl.full([1] * len(w.shape), 0x4440 + 2 * PAIR, tl.int32)
+        pick_high = tl.full([1] * len(w.shape), 0x4441 + 2 * PAIR, tl.int32)
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, p, q, m, n, z, y, r, k, six;
+            mul.f32 k, $3, 0f46000000;
+            mul.f32 six, $2, 0f3DC00000;
+            shl.b32 a, $1, 16;
+            and.b32 a, a, 0x7FFFFFFF;
+            and.b32 b, $1, 0x7FFF0000;
+            mul.f32 y, $2, 0f43000000;
+            mul.f32 p, a, k;
+            max.NaN.f32 p, p, y;
+            and.b32 m, p, 0x7F800000;
+            mul.f32 q, b, k;
+            max.NaN.f32 q, q, y;
+            and.b32 n, q, 0x7F800000;
+            prmt.b32 r, $4, 0, $5;
+            mad.lo.u32 r, r, 2, m;
+            add.u32 r, r, 1;
+            fma.rz.f32 z, a, $3, r;
+            and.b32 z, z, 0xFFFFFE00;
+            sub.f32 z, z, m;
+            min.NaN.f32 z, z, six;
+            prmt.b32 r, $4, 0, $6;
+            mad.lo.u32 r, r, 2, n;
+            add.u32 r, r, 1;
+            fma.rz.f32 y, b, $3, r;
+            and.b32 y, y, 0xFFFFFE00;
+            sub.f32 y, y, n;
+            min.NaN.f32 y, y, six;
+            prmt.b32 z, z, y, 0x7632;
+            lop3.b32 $0, 0x7FFF7FFF, z, $1, 0xCA;
+            }""",
+            "=r,r,r,r,r,r,r",
+            [w, tf, cf, random, pick_low, pick_high],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    low = _stochastic_half(low_f32(w), (random >> (16 * PAIR)) & 0xFF, low_f32(c), low_f32(t), CLAMP)
+    high = _stochastic_half(high_f32(w), (random >> (16 * PAIR + 8)) & 0xFF, high_f32(c), high_f32(t), CLAMP)
+    return (pack_exact(low, high) & 0x7FFF7FFF) | (w & -2147450880)

@@ -1,0 +1,231 @@
+"""Tile functions: block maxima, Hadamard rotation, transposition and stores of word tiles.
+
+Shapes as in ``device``: ``w_GTW`` is [G, 32, W]. The layout that makes all of this cheap is one warp per group,
+with a thread holding all 32 tokens of its words: ``load_words`` asks for it by telling the compiler that only
+VEC words are contiguous. Block maxima along tokens, the rotation and the packing of tokens then need no
+exchange between threads; row blocks need shuffles among the few lanes of a block, two rows at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp4core.kernels.device import (
+    halves_max,
+    high_f32,
+    low_f32,
+    magnitudes,
+    max2,
+    pack_rne,
+    permute_bytes,
+    reduce_max2,
+)
+
+
+@triton.jit
+def load_words(base, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, one):
+    """Words [G, 32, W] of a row-major BF16 matrix, from int32 pointer ``base`` (the tile's first word).
+
+    STRIDE: words per row. VEC: words per thread along a row. ``one`` is an int32 argument of value 1 that the
+    compiler must not specialise (``do_not_specialize``): it hides the contiguity that would pull a row's words
+    into fewer lanes.
+    """
+    f = tl.arange(0, W)[None, None, :] * one
+    f = tl.multiple_of(tl.max_contiguous(f, (1, 1, VEC)), (1, 1, VEC))
+    g = tl.arange(0, G)[:, None, None]
+    t = tl.arange(0, 32)[None, :, None]
+    return tl.load(base + f + g * (32 * STRIDE) + t * STRIDE)
+
+
+@triton.jit
+def load_words_masked(
+    base, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, one, rows, words
+):
+    """``load_words`` where only ``rows`` rows and ``words`` words of the tile exist; the rest reads as zero."""
+    f = tl.arange(0, W)[None, None, :] * one
+    f = tl.multiple_of(tl.max_contiguous(f, (1, 1, VEC)), (1, 1, VEC))
+    g = tl.arange(0, G)[:, None, None]
+    t = tl.arange(0, 32)[None, :, None]
+    real = (tl.arange(0, W)[None, None, :] < words) & (g * 32 + t < rows)
+    return tl.load(base + f + g * (32 * STRIDE) + t * STRIDE, mask=real, other=0)
+
+
+@triton.jit
+def column_amax(w, BLOCK: tl.constexpr, ASM: tl.constexpr):
+    """Packed maxima [G, 32 // BLOCK, 1, W] over BLOCK tokens (16 or 32)."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    a = tl.reshape(magnitudes(w), [G, 32 // BLOCK, BLOCK, W])
+    return reduce_max2(a, 2, ASM)
+
+
+@triton.jit
+def row_amax(w, BLOCK: tl.constexpr, ASM: tl.constexpr):
+    """Row-block maxima over BLOCK features (16 or 32).
+
+    Returns:
+        ([G, 32, W * 2 // BLOCK, 1] with a maximum in both halves, [G, n, W * 2 // BLOCK] the same maxima packed).
+    """
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    B: tl.constexpr = BLOCK // 2
+    a = magnitudes(w)
+    if ASM:
+        # neighbouring words first, then two rows share a register for the exchange between lanes
+        a = tl.reshape(a, [G, 32, W // 2, 2])
+        even, odd = tl.split(a)
+        a = tl.reshape(max2(even, odd, ASM), [G, 16, 2, W // 2])
+        first, second = tl.split(tl.permute(a, [0, 1, 3, 2]))
+        low = permute_bytes(first, second, 0x5410, ASM)
+        high = permute_bytes(first, second, 0x7632, ASM)
+        both = tl.reshape(max2(low, high, ASM), [G, 16, W // B, B // 2])
+        both = reduce_max2(both, 3, ASM)
+        first = permute_bytes(both, both, 0x1010, ASM)
+        second = permute_bytes(both, both, 0x3232, ASM)
+        rows = tl.permute(tl.join(first, second), [0, 1, 4, 2, 3])
+        return tl.reshape(rows, [G, 32, W // B, 1]), tl.reshape(both, [G, 16, W // B])
+    rows = halves_max(reduce_max2(tl.reshape(a, [G, 32, W // B, B]), 3, ASM), ASM)
+    return rows, tl.reshape(rows, [G, 32, W // B])
+
+
+@triton.jit
+def square_amax(w, BLOCK: tl.constexpr, ASM: tl.constexpr):
+    """Maxima [G, 32 // BLOCK, 1, W * 2 // BLOCK, 1] of BLOCK x BLOCK tiles, the same in both halves."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    B: tl.constexpr = BLOCK // 2
+    columns = tl.reshape(column_amax(w, BLOCK, ASM), [G, 32 // BLOCK, 1, W // B, B])
+    return halves_max(reduce_max2(columns, 4, ASM), ASM)
+
+
+@triton.jit
+def _butterfly(v, H: tl.constexpr):
+    """Stage of distance H along axis 1 (32 tokens) of FP32 [G, 32, W]: i := a + b, i + H := a - b."""
+    G: tl.constexpr = v.shape[0]
+    W: tl.constexpr = v.shape[2]
+    x = tl.reshape(v, [G, 16 // H, 2, H, W])
+    bits = x.to(tl.int32, bitcast=True)
+    partner = (bits ^ tl.xor_sum(bits, 2, keep_dims=True)).to(tl.float32, bitcast=True)
+    lower = tl.reshape(tl.arange(0, 2), [1, 1, 2, 1, 1]) == 0
+    return tl.reshape(partner + tl.where(lower, x, -x), [G, 32, W])
+
+
+@triton.jit
+def _rotate_f32(v, HADAMARD: tl.constexpr):
+    if HADAMARD != "plain16":
+        token = tl.reshape(tl.arange(0, 32), [1, 32, 1])
+        v = tl.where(((0x2817 >> (token % 16)) & 1) == 1, v, -v)
+    v = _butterfly(v, 1)
+    v = _butterfly(v, 2)
+    v = _butterfly(v, 4)
+    v = _butterfly(v, 8)
+    if HADAMARD == "fixed32":
+        v = _butterfly(v, 16)
+        return v * 0.17677669529663687
+    return v * 0.25
+
+
+@triton.jit
+def rotate_tokens(w, HADAMARD: tl.constexpr, ASM: tl.constexpr):
+    """Words [G, 32, W] rotated along tokens in groups of 16 or 32 and rounded to BF16 again.
+
+    Signs, stages and the single factor in the order of ``reference.hadamard``.
+    """
+    if HADAMARD == "none":
+        return w
+    return pack_rne(_rotate_f32(low_f32(w), HADAMARD), _rotate_f32(high_f32(w), HADAMARD), ASM)
+
+
+@triton.jit
+def transpose_words(v, ASM: tl.constexpr):
+    """Words [G, 32, W] of feature pairs to words [2 W, G * 16] of token pairs: the transposed tile."""
+    G: tl.constexpr = v.shape[0]
+    W: tl.constexpr = v.shape[2]
+    x = tl.permute(tl.reshape(v, [G, 16, 2, W]), [0, 1, 3, 2])
+    first, second = tl.split(x)
+    even = permute_bytes(first, second, 0x5410, ASM)
+    odd = permute_bytes(first, second, 0x7632, ASM)
+    out = tl.permute(tl.join(even, odd), [2, 3, 0, 1])
+    return tl.reshape(out, [2 * W, G * 16])
+
+
+@triton.jit
+def transpose_bytes(b, ASM: tl.constexpr):
+    """Words [G, 32, W] with bytes in 1 and 3 (``fp8_bytes``) to words [2 W, G * 8] of four tokens each."""
+    G: tl.constexpr = b.shape[0]
+    W: tl.constexpr = b.shape[2]
+    x = tl.permute(tl.reshape(b, [G, 8, 2, 2, W]), [0, 1, 4, 2, 3])
+    first, second = tl.split(x)  # tokens 4i, 4i + 2 and 4i + 1, 4i + 3
+    pairs = permute_bytes(first, second, 0x7351, ASM)  # even feature of two tokens, odd feature of two tokens
+    early, late = tl.split(pairs)
+    even = permute_bytes(early, late, 0x5410, ASM)
+    odd = permute_bytes(early, late, 0x7632, ASM)
+    out = tl.permute(tl.join(even, odd), [2, 3, 0, 1])
+    return tl.reshape(out, [2 * W, G * 8])
+
+
+@triton.jit
+def merge_pairs(b, ASM: tl.constexpr):
+    """Words [G, 32, W] with bytes in 1 and 3 to words [G, 32, W / 2] of four features each."""
+    G: tl.constexpr = b.shape[0]
+    W: tl.constexpr = b.shape[2]
+    first, second = tl.split(tl.reshape(b, [G, 32, W // 2, 2]))
+    return permute_bytes(first, second, 0x7531, ASM)
+
+
+@triton.jit
+def split_words(a):
+    """[G, 32, W] into its even and odd words, each [G, 32, W / 2]."""
+    G: tl.constexpr = a.shape[0]
+    W: tl.constexpr = a.shape[2]
+    return tl.split(tl.reshape(a, [G, 32, W // 2, 2]))
+
+
+@triton.jit
+def join_words(even, odd):
+    """Inverse of ``split_words``."""
+    G: tl.constexpr = even.shape[0]
+    W: tl.constexpr = even.shape[2]
+    return tl.reshape(tl.join(even, odd), [G, 32, 2 * W])
+
+
+@triton.jit
+def store_rows(base, v, STRIDE: tl.constexpr, VEC: tl.constexpr, one):
+    """Store words [G, 32, W] row-major: STRIDE words per row of the output, VEC words per thread."""
+    G: tl.constexpr = v.shape[0]
+    W: tl.constexpr = v.shape[2]
+    x = tl.permute(v, [2, 0, 1])
+    f = tl.arange(0, W)[:, None, None] * one
+    f = tl.multiple_of(tl.max_contiguous(f, (VEC, 1, 1)), (VEC, 1, 1))
+    g = tl.arange(0, G)[None, :, None]
+    t = tl.arange(0, 32)[None, None, :]
+    tl.store(base + f + g * (32 * STRIDE) + t * STRIDE, x)
+
+
+@triton.jit
+def store_rows_masked(base, v, STRIDE: tl.constexpr, VEC: tl.constexpr, one, rows, words):
+    """``store_rows`` of the first ``rows`` rows and ``words`` words."""
+    G: tl.constexpr = v.shape[0]
+    W: tl.constexpr = v.shape[2]
+    x = tl.permute(v, [2, 0, 1])
+    f = tl.arange(0, W)[:, None, None] * one
+    f = tl.multiple_of(tl.max_contiguous(f, (VEC, 1, 1)), (VEC, 1, 1))
+    g = tl.arange(0, G)[None, :, None]
+    t = tl.arange(0, 32)[None, None, :]
+    real = (tl.arange(0, W)[:, None, None] < words) & (g * 32 + t < rows)
+    tl.store(base + f + g * (32 * STRIDE) + t * STRIDE, x, mask=real)
+
+
+@triton.jit
+def store_columns(base, v, STRIDE, MASKED: tl.constexpr, features, words):
+    """Store words [F, N] of a transposed tile: row = feature, STRIDE words per row of the output."""
+    F: tl.constexpr = v.shape[0]
+    N: tl.constexpr = v.shape[1]
+    f = tl.arange(0, F)[:, None]
+    n = tl.arange(0, N)[None, :]
+    where = base + f.to(tl.int64) * STRIDE + n
+    if MASKED:
+        tl.store(where, v, mask=(f < features) & (n < words))
+    else:
+        tl.store(where, v)

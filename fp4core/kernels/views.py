@@ -1,0 +1,235 @@
+"""Views of a word tile: from loaded words to the words a kernel stores.
+
+``row_*`` functions give the row view (blocks along features), ``column_*`` the column view (blocks along
+tokens, transposed, after an optional Hadamard rotation), ``square_*`` both views of 2D formats, which share one
+encoding. Fused kernels that make their own words (RMSNorm, SiLU, RoPE) call the same functions, so fused and
+unfused give equal carriers.
+
+State of an MX view: int32 [4] = reference exponent, largest BF16 bits of a block maximum seen, 0x8000 minus the
+smallest nonzero one, misfits. ``note_blocks`` updates the last three; ``producers.advance`` starts a new step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp4core.kernels.device import (
+    halves_max,
+    high_f32,
+    low_f32,
+    pack_exact,
+    philox4x32,
+    reduce_max2,
+)
+from fp4core.kernels.mx import (
+    fp8_bytes,
+    mx_bounds,
+    mx_constants,
+    mx_round,
+    mx_round_stochastic,
+    mx_threshold,
+)
+from fp4core.kernels.nv import finite_or_nan, nv_block, nv_carrier, nv_carrier_stochastic
+from fp4core.kernels.tiles import (
+    column_amax,
+    join_words,
+    merge_pairs,
+    rotate_tokens,
+    row_amax,
+    split_words,
+    square_amax,
+    transpose_bytes,
+    transpose_words,
+)
+
+
+@triton.jit
+def note_blocks(packed, state, CARRIER: tl.constexpr, RULE: tl.constexpr, ASM: tl.constexpr):
+    """Record packed block maxima [G, n, ..]: extremes for the next reference, misfits against the present one.
+
+    ``packed`` has its thread-local axis second; ``state`` points to the view's int32 [4].
+    """
+    top = halves_max(reduce_max2(packed, 1, ASM), ASM) & 0xFFFF
+    low = halves_max(reduce_max2((-2147450880 - packed) & 0x7FFF7FFF, 1, ASM), ASM) & 0xFFFF
+    zero = tl.zeros_like(top)
+    first, last = mx_bounds(tl.load(state), CARRIER, RULE)
+    tl.atomic_max(state + 1 + zero, top, mask=top > tl.load(state + 1), sem="relaxed")
+    tl.atomic_max(state + 2 + zero, low, mask=low > tl.load(state + 2), sem="relaxed")
+    misfit = (top > last) | ((low > 0) & (0x8000 - low < first))
+    tl.atomic_add(state + 3 + zero, zero + 1, mask=misfit, sem="relaxed")
+
+
+@triton.jit
+def random_words(
+    sr, PRODUCER, token, feature, FEATURES: tl.constexpr, G: tl.constexpr, W: tl.constexpr
+):
+    """Random words [G, 32, W / 2], one per four features of the tile whose first element is (token, feature).
+
+    ``sr``: int64 pointer to (seed, step, global token of the tensor's first row). FEATURES must be a multiple of
+    16; the place of an element is (global token x FEATURES + feature), as in ``reference.philox``.
+    """
+    seed = tl.load(sr)
+    step = tl.load(sr + 1)
+    first = (tl.load(sr + 2) + token) * (FEATURES // 16) + feature // 16
+    g = tl.arange(0, G)[:, None, None]
+    t = tl.arange(0, 32)[None, :, None]
+    j = tl.arange(0, W // 8)[None, None, :]
+    place16 = first + ((g * 32 + t) * (FEATURES // 16) + j)
+    zero = tl.zeros([G, 32, W // 8], tl.uint32)
+    w0, w1, w2, w3 = philox4x32(
+        place16.to(tl.uint32),
+        (place16 >> 32).to(tl.uint32),
+        zero + step.to(tl.uint32),
+        zero + PRODUCER.to(tl.uint32),
+        seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, [G, 32, W // 2]).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _spread_row(a, G: tl.constexpr, W: tl.constexpr):
+    """[G, 32, NB, 1] repeated over the words of a block: [G, 32, W]."""
+    NB: tl.constexpr = a.shape[2]
+    return tl.reshape(tl.broadcast_to(a, [G, 32, NB, W // NB]), [G, 32, W])
+
+
+@triton.jit
+def _spread_column(a, G: tl.constexpr, W: tl.constexpr):
+    """[G, NT, 1, W] repeated over the tokens of a block: [G, 32, W]."""
+    NT: tl.constexpr = a.shape[1]
+    return tl.reshape(tl.broadcast_to(a, [G, NT, 32 // NT, W]), [G, 32, W])
+
+
+@triton.jit
+def _spread_square(a, G: tl.constexpr, W: tl.constexpr):
+    """[G, NT, 1, NB, 1] repeated over tokens and words of a square tile: [G, 32, W]."""
+    NT: tl.constexpr = a.shape[1]
+    NB: tl.constexpr = a.shape[3]
+    return tl.reshape(tl.broadcast_to(a, [G, NT, 32 // NT, NB, W // NB]), [G, 32, W])
+
+
+@triton.jit
+def finish_row(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
+    """Words to store row-major: [G, 32, W] BF16 pairs, or [G, 32, W / 2] FP8 quadruples."""
+    if CARRIER == "bf16":
+        return v
+    return merge_pairs(fp8_bytes(v, CARRIER, ASM), ASM)
+
+
+@triton.jit
+def finish_column(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
+    """Transposed words to store: [2 W, G * 16] token pairs, or [2 W, G * 8] token quadruples."""
+    if CARRIER == "bf16":
+        return transpose_words(v, ASM)
+    return transpose_bytes(fp8_bytes(v, CARRIER, ASM), ASM)
+
+
+@triton.jit
+def row_mx(w, random, state, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr):
+    """Row view of an MX format, unfinished (words [G, 32, W] in the carrier's shifted BF16)."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    amax, packed = row_amax(w, 32, ASM)
+    note_blocks(packed, state, CARRIER, RULE, ASM)
+    c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
+    t = _spread_row(mx_threshold(amax, ct, RULE, ASM), G, W)
+    if SR:
+        w0, w1 = split_words(w)
+        t0, t1 = split_words(t)
+        v0 = mx_round_stochastic(w0, t0, random, c, RULE, 0, ASM)
+        v1 = mx_round_stochastic(w1, t1, random, c, RULE, 1, ASM)
+        return join_words(v0, v1)
+    return mx_round(w, t, c, c64, RULE, ASM)
+
+
+@triton.jit
+def column_mx(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, HADAMARD: tl.constexpr, ASM: tl.constexpr):
+    """Column view of an MX format, unfinished and not yet transposed."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    x = rotate_tokens(w, HADAMARD, ASM)
+    amax = column_amax(x, 32, ASM)
+    note_blocks(tl.reshape(amax, [G, 1, W]), state, CARRIER, RULE, ASM)
+    c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
+    t = _spread_column(mx_threshold(amax, ct, RULE, ASM), G, W)
+    return mx_round(x, t, c, c64, RULE, ASM)
+
+
+@triton.jit
+def square_mx(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, ASM: tl.constexpr):
+    """Both views of a 2D MX format, unfinished."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    amax = square_amax(w, 32, ASM)
+    note_blocks(tl.reshape(amax, [G, 1, W // 16]), state, CARRIER, RULE, ASM)
+    c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
+    t = _spread_square(mx_threshold(amax, ct, RULE, ASM), G, W)
+    return mx_round(w, t, c, c64, RULE, ASM)
+
+
+@triton.jit
+def row_nv(
+    w,
+    random,
+    amax,
+    outer,
+    ALGORITHM: tl.constexpr,
+    SR: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Row view of an NV-style format in BF16 carriers; ``amax``, ``outer`` FP32 scalars of the tile."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    block, _ = row_amax(w, 16, ASM)
+    multiplier, value, _ = nv_block(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
+    multiplier = _spread_row(multiplier, G, W)
+    value = _spread_row(value, G, W)
+    if SR:
+        w0, w1 = split_words(w)
+        m0, m1 = split_words(multiplier)
+        s0, s1 = split_words(value)
+        v0 = nv_carrier_stochastic(w0, m0, m0, s0, s0, random, 0, ASM)
+        v1 = nv_carrier_stochastic(w1, m1, m1, s1, s1, random, 1, ASM)
+        return join_words(v0, v1)
+    return nv_carrier(w, multiplier, multiplier, value, value, ASM)
+
+
+@triton.jit
+def column_nv(
+    w,
+    amax,
+    outer,
+    ALGORITHM: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Column view of an NV-style format in BF16 carriers, not yet transposed."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    x = rotate_tokens(w, HADAMARD, ASM)
+    block = column_amax(x, 16, ASM)
+    m0, s0, _ = nv_block(finite_or_nan(low_f32(block)), amax, outer, ALGORITHM, False, ASM)
+    m1, s1, _ = nv_block(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
+    return nv_carrier(
+        x,
+        _spread_column(m0, G, W),
+        _spread_column(m1, G, W),
+        _spread_column(s0, G, W),
+        _spread_column(s1, G, W),
+        ASM,
+    )
+
+
+@triton.jit
+def square_nv(w, amax, outer, ALGORITHM: tl.constexpr, ASM: tl.constexpr):
+    """Both views of a 2D NV-style format in BF16 carriers."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
+    block = square_amax(w, 16, ASM)
+    multiplier, value, _ = nv_block(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, True, ASM)
+    multiplier = _spread_square(multiplier, G, W)
+    value = _spread_square(value, G, W)
+    return nv_carrier(w, multiplier, multiplier, value, value, ASM)
