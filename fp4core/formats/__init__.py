@@ -33,6 +33,6 @@ def get(name: str) -> Format:
         return name
     if name in _BY_NAME:
         return _BY_NAME[name]
-    near = difflib.get_close_matches(str(name), _BY_NAME, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(name).lower(), _BY_NAME, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ValueError(f"unknown format {name!r}{hint} Known formats: {', '.join(_BY_NAME)}")

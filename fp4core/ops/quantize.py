@@ -264,7 +264,12 @@ def quantize_dual(
 
 
 def fake_quant(
-    x: torch.Tensor, operand: OperandLike, key: SRKey | None = None, transposed: bool = False
+    x: torch.Tensor,
+    operand: OperandLike,
+    key: SRKey | None = None,
+    transposed: bool = False,
+    *,
+    amax: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
     """Decoded values of one operand without the detour through codes: what training on the reference uses.
 
@@ -276,6 +281,7 @@ def fake_quant(
         operand: anything with ``format``, ``rounding``, ``hadamard``.
         key: for stochastic rounding.
         transposed: the column view [F, T], blocks along T, as a transposed (non-contiguous) result.
+        amax: held amax of formats that sample it, as in ``quantize``.
 
     Returns:
         FP32 tensor of x's shape, or [F, T].
@@ -293,7 +299,8 @@ def fake_quant(
             raise ValueError("fake_quant: format bf16 has no stochastic rounding; needed rounding='nearest'")
         values = _hadamard.rotate(_reference.round_to_bf16(x2d), rotation, axis)
     else:
-        values = _reference.fake_quant_2d(x2d, fmt, axis=axis, hadamard=rotation, key=key)
+        held = _check_amax(amax, fmt)
+        values = _reference.fake_quant_2d(x2d, fmt, axis=axis, hadamard=rotation, key=key, held_amax=held)
     return values.mT if transposed else values.view(x.shape)
 
 
