@@ -103,9 +103,8 @@ class _CrossEntropy(torch.autograd.Function):
         for first in range(0, h.shape[0], chunk):
             logits = _logits(h[first : first + chunk], w_operand, variant)
             target = targets[first : first + chunk]
-            values = logits.float()
-            total = values.logsumexp(dim=-1)
-            picked = values.gather(1, target.clamp(min=0)[:, None])[:, 0]
+            picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float()
+            total = _log_sum_exp(logits)
             losses.append(torch.where(target == IGNORE, 0.0, total - picked))
             sums.append(total)
             kept = logits if h.shape[0] <= chunk else None
@@ -121,20 +120,27 @@ class _CrossEntropy(torch.autograd.Function):
         for first in range(0, h.shape[0], ctx.chunk):
             part = slice(first, first + ctx.chunk)
             logits = kept[0] if kept else _logits(h[part], w_operand, ctx.variant)
-            dlogits = _softmax_gradient(logits.float(), sums[part], targets[part], grad[part])
+            dlogits = _softmax_gradient(logits, sums[part], targets[part], grad[part])
             dh, chunk_dw = _backward(dlogits.to(h.dtype), h[part], w, ctx.variant)
             dhs.append(dh)
             dw = chunk_dw if dw is None else dw + chunk_dw
         return torch.cat(dhs), dw.to(w.dtype), None, None, None
 
 
+def _log_sum_exp(logits: Tensor) -> Tensor:
+    """FP32 [T]; in place on one FP32 copy, as fresh pages cost more than arithmetic on a CPU."""
+    peak = logits.amax(dim=-1, keepdim=True).float()
+    values = logits.to(torch.float32, copy=True).sub_(peak).exp_()
+    return values.sum(dim=-1).log_().add_(peak[:, 0])
+
+
 def _softmax_gradient(logits: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> Tensor:
     """grad_t (softmax(logits_t) - onehot(target_t)), FP32 [T, V]."""
-    probability = (logits - total[:, None]).exp()
+    probability = logits.to(torch.float32, copy=True).sub_(total[:, None]).exp_()
     target = target[:, None]
     if torch.compiler.is_compiling():  # a comparison fuses with the rest; a scatter does not
         column = torch.arange(logits.shape[1], device=logits.device)
         probability = torch.where(column == target, probability - 1, probability)
     else:
         probability.scatter_add_(1, target.clamp(min=0), probability.new_full(target.shape, -1.0))
-    return probability * torch.where(target == IGNORE, 0.0, grad[:, None])
+    return probability.mul_(torch.where(target == IGNORE, 0.0, grad[:, None]))

@@ -187,14 +187,16 @@ class Llama(nn.Module):
         """tokens [B, S] int64 -> logits [B, S, V] in the compute dtype.
 
         With targets [B, S] int64 (-100: no loss there) -> FP32 losses [B, S] in nats per token. Raises
-        ValueError when S is longer than ``config.max_position``.
+        ValueError when S is longer than ``config.max_position``, and under autocast.
         """
-        length = tokens.shape[1]
+        length, device = tokens.shape[1], tokens.device
+        if torch.is_autocast_enabled(device.type):
+            raise ValueError("Llama: got an autocast region, needed none: compute_dtype says what is rounded")
         if length > self.config.max_position:
             raise ValueError(
                 f"Llama: got {length} positions, needed at most max_position = {self.config.max_position}"
             )
-        cos, sin = rope_tables(self._inv_freq, length, tokens.device)
+        cos, sin = rope_tables(self._inv_freq, length, device)
         state = self._random_state()
         h = self.model.embed_tokens(tokens).to(self.compute_dtype)
         for block in self.model.layers:

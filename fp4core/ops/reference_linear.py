@@ -19,6 +19,12 @@ _BF16 = torch.bfloat16
 _ROW, _COLUMN = 1, 0  # contraction axis of a row view Qr and of a column view Qc
 
 
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """FP32 GEMM, also where the caller's autocast would make it a BF16 one."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
 class _Operands:
     """Decodes operands of one layer call with its random state."""
 
@@ -43,7 +49,7 @@ def linears(x: Tensor, weights: list[Tensor], state: Tensor, spec: str, producer
     for w_NK, producer in zip(weights, producers):
         if x_TK is None or fprop.x.rounding == "stochastic":
             x_TK = operands.decode(x, fprop.x, producer + specs.ROW_X, _ROW)
-        outputs.append((x_TK @ operands.decode(w_NK, fprop.w, producer, _ROW).t()).to(_BF16))
+        outputs.append(_matmul(x_TK, operands.decode(w_NK, fprop.w, producer, _ROW).t()).to(_BF16))
     return outputs
 
 
@@ -72,14 +78,15 @@ def _backward(
             row_dy = operands.decode(dy_TN, recipe.dgrad.dy, producer + specs.ROW_DY, _ROW)
             column_w = operands.decode(w_NK, recipe.dgrad.w, producer, _COLUMN)
             # FP32 sum over the linears of one input, rounded once below
-            dx_TK = row_dy @ column_w if dx_TK is None else dx_TK.addmm_(row_dy, column_w)
+            dx = _matmul(row_dy, column_w)
+            dx_TK = dx if dx_TK is None else dx_TK.add_(dx)
         if not needed:
             dws.append(w_NK.new_empty(0))
             continue
         column_dy = operands.decode(dy_TN, recipe.wgrad.dy, producer + specs.COLUMN_DY, _COLUMN)
         if x_TK is None or recipe.wgrad.x.rounding == "stochastic":
             x_TK = operands.decode(x, recipe.wgrad.x, producer + specs.COLUMN_X, _COLUMN)
-        dws.append((column_dy.t() @ x_TK).to(w_NK.dtype))
+        dws.append(_matmul(column_dy.t(), x_TK).to(w_NK.dtype))
     return [x.new_empty(0) if dx_TK is None else dx_TK.to(_BF16), *dws]
 
 
