@@ -40,27 +40,34 @@ from fp4core.kernels.device import (
 )
 
 
-@triton.jit
-def rule_add(RULE: tl.constexpr):
-    """ADD of the scale rule, a constant."""
-    add: tl.constexpr = (
-        127
-        if RULE == "mx_ceil"
-        else 33
-        if RULE == "mx_finer"
-        else 63
-        if RULE == "ocp_rceil"
-        else 32
-        if RULE == "ocp_even"
-        else 0
-    )
-    return add
+@triton.constexpr_function
+def rule_add(name):
+    """ADD of a scale rule."""
+    return {"mx_ceil": 127, "mx_finer": 33, "ocp_rceil": 63, "ocp_even": 32}.get(name, 0)
 
 
-@triton.jit
-def _shift(CARRIER: tl.constexpr):
-    shift: tl.constexpr = -112 if CARRIER == "e5m2" else -120 if CARRIER == "e4m3" else 0
-    return shift
+@triton.constexpr_function
+def is_ocp(name):
+    """True for the rules whose codes are x / s rather than 6x / s."""
+    return name.startswith("ocp_")
+
+
+@triton.constexpr_function
+def can_exceed(name):
+    """True for rules under which x / s (6x / s) can exceed 6 and saturates."""
+    return name not in ("mx_ceil", "ocp_rceil")
+
+
+@triton.constexpr_function
+def carrier_shift(carrier):
+    """SHIFT of a carrier."""
+    return {"e5m2": -112, "e4m3": -120, "bf16": 0}[carrier]
+
+
+@triton.constexpr_function
+def carrier_range(carrier):
+    """(smallest, largest) k - ref a carrier holds exactly, and the (smallest, largest) reference exponent."""
+    return {"e5m2": (-15, 13, -100, 22), "e4m3": (-8, 6, -100, 14), "bf16": (-100, 100, -16, 16)}[carrier]
 
 
 @triton.jit
@@ -79,9 +86,8 @@ def mx_constants(ref, CARRIER: tl.constexpr, RULE: tl.constexpr):
 
     c multiplies x, c64 = 64 c, and ct turns the power of two s into the smallest 64 x step's exponent.
     """
-    exponent = _shift(CARRIER) - ref
-    OCP: tl.constexpr = RULE == "ocp_floor" or RULE == "ocp_rceil" or RULE == "ocp_even"
-    if OCP:
+    exponent = carrier_shift(CARRIER) - ref
+    if is_ocp(RULE):
         return (
             _bf16_scaled(1.0, exponent),
             _bf16_scaled(1.0, exponent + 6),
@@ -96,29 +102,12 @@ def mx_bounds(ref, CARRIER: tl.constexpr, RULE: tl.constexpr):
 
     An out-of-range reference gives an empty range, so that every block counts as a misfit.
     """
-    OCP: tl.constexpr = RULE == "ocp_floor" or RULE == "ocp_rceil" or RULE == "ocp_even"
-    bias: tl.constexpr = 129 if OCP else 127
-    if CARRIER == "bf16":
-        low = ref - 100
-        high = ref + 100
-        high = tl.where((ref < -16) | (ref > 16), low - 1, high)
-    elif CARRIER == "e5m2":
-        low = ref - 15
-        high = tl.where((ref < -100) | (ref > 22), low - 1, ref + 13)
-    else:
-        low = ref - 8
-        high = tl.where((ref < -100) | (ref > 14), low - 1, ref + 6)
-    add: tl.constexpr = rule_add(RULE)
-    low = tl.maximum(((low + bias) << 7) - add, 0x80)
-    high = tl.minimum(((high + bias + 1) << 7) - 1 - add, 0x7F7F)
+    SPAN: tl.constexpr = carrier_range(CARRIER)
+    BIAS: tl.constexpr = 129 if is_ocp(RULE) else 127
+    low = tl.maximum(((ref + (SPAN[0] + BIAS)) << 7) - rule_add(RULE), 0x80)
+    high = tl.minimum(((ref + (SPAN[1] + BIAS + 1)) << 7) - 1 - rule_add(RULE), 0x7F7F)
+    high = tl.where((ref < SPAN[2]) | (ref > SPAN[3]), -1, high)
     return low, high
-
-
-@triton.jit
-def top_exponent(CARRIER: tl.constexpr):
-    """Largest k - ref of the carrier."""
-    top: tl.constexpr = 13 if CARRIER == "e5m2" else 6 if CARRIER == "e4m3" else 100
-    return top
 
 
 @triton.jit
@@ -159,7 +148,7 @@ def mx_round(w, t, c, c64, RULE: tl.constexpr, ASM: tl.constexpr):
     instructions: |64 c x|, max with t, exponent to M, fused multiply-add, subtract; one more where the rule
     can leave 6x / s above 6.
     """
-    CLAMP: tl.constexpr = RULE != "mx_ceil" and RULE != "ocp_rceil"
+    CLAMP: tl.constexpr = can_exceed(RULE)
     if ASM:
         if CLAMP:
             six = mul2(t, 0x3DC03DC0 + tl.zeros_like(t), True)  # 6 s = t x 0.09375
@@ -241,7 +230,7 @@ def mx_round_stochastic(w, t, random, c, RULE: tl.constexpr, PAIR: tl.constexpr,
 
     One block scale per word (row blocks); places and bytes as in ``reference.philox``.
     """
-    CLAMP: tl.constexpr = RULE != "mx_ceil" and RULE != "ocp_rceil"
+    CLAMP: tl.constexpr = can_exceed(RULE)
     if ASM:
         cf = high_f32(c)
         tf = high_f32(t)

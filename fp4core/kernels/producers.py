@@ -21,28 +21,12 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from fp4core import formats
-from fp4core.kernels.tiles import (
-    load_words,
-    load_words_masked,
-    store_columns,
-    store_rows,
-    store_rows_masked,
-)
-from fp4core.kernels.views import (
-    column_mx,
-    column_nv,
-    finish_column,
-    finish_row,
-    random_words,
-    row_mx,
-    row_nv,
-    square_mx,
-    square_nv,
-)
+from fp4core.kernels._amax import chunk_amax, outer_scales
+from fp4core.kernels._dual import dual_kernel
+from fp4core.kernels._launch import check_matrix, packed_instructions, padded
 
 CARRIERS = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 STATE_WORDS = 4  # reference exponent, largest maximum, 0x8000 - smallest, misfits
@@ -90,3 +74,194 @@ def rule(name: str) -> str:
 def is_mx(name: str) -> bool:
     """True for formats with power-of-two block scales, the ones FP8 carriers can hold."""
     return formats.get(name).block_scale == "e8m0"
+
+
+@dataclass(frozen=True)
+class Produced:
+    """One view, ready for a GEMM.
+
+    Attributes:
+        data: the carrier, [rows, contraction]; padded with zeros to multiples of 32 in both.
+        view: what it holds.
+        shape: (rows, contraction) without padding.
+        outer: FP32 outer scales on the device ([1], or one per 256 rows); None for MX formats, whose constant
+            is ``formats.get(view.format).outer_constant``.
+        state: int32 [4] of an MX view; state[0] is the reference exponent.
+    """
+
+    data: Tensor
+    view: View
+    shape: tuple[int, int]
+    outer: Tensor | None = None
+    state: Tensor | None = None
+
+
+def _check_view(view: View, where: str) -> None:
+    fmt = formats.get(view.format)
+    if view.carrier not in CARRIERS:
+        raise ValueError(f"produce: got carrier {view.carrier!r}; needed one of {sorted(CARRIERS)}")
+    if view.carrier != "bf16" and not is_mx(view.format):
+        raise ValueError(
+            f"produce: got carrier {view.carrier!r} for {view.format!r}, whose block scales have a mantissa; "
+            "needed 'bf16'"
+        )
+    if view.rounding not in ("nearest", "stochastic") or (
+        view.rounding == "stochastic" and (where == "col" or fmt.two_d)
+    ):
+        raise ValueError(
+            f"produce: got rounding {view.rounding!r} for the {where} view of {view.format!r}; needed 'nearest', "
+            "or 'stochastic' for the row view of a 1D format"
+        )
+    if view.hadamard != "none" and (where == "row" or fmt.two_d):
+        raise ValueError(
+            f"produce: got hadamard {view.hadamard!r} for the {where} view of {view.format!r}; needed 'none' "
+            "(rotations run along the tokens of a column view of a 1D format)"
+        )
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Tensor- or stripe-wide scales of one NV-style view: FP32 ``amax`` ([1] or the chunk grid) and ``outer``."""
+
+    amax: Tensor
+    outer: Tensor
+
+
+def scaling(view: View, where: str, chunks: Tensor, held_amax: Tensor | None = None) -> Scaling:
+    """Scales of an NV-style view from the chunk grid of (for rotated views: the rotated) x.
+
+    Args:
+        view: the view.
+        where: "row" or "col".
+        chunks: FP32 grid of ``chunk_amax``.
+        held_amax: FP32 [1], replaces the tensor amax of formats with a sampled one unless it is 0.
+    """
+    fmt = formats.get(view.format)
+    if fmt.algorithm == "nv_cta":
+        _, outer = outer_scales(chunks, "tensor" if fmt.two_d else where, fmt.outer_divisor)
+        return Scaling(chunks, outer)
+    if held_amax is not None and fmt.sampled_amax:
+        chunks = torch.where(held_amax == 0, chunks.amax(), held_amax).reshape(1, 1)
+    return Scaling(*outer_scales(chunks, "tensor", fmt.outer_divisor))
+
+
+def produce(
+    x: Tensor,
+    row: View | None = None,
+    col: View | None = None,
+    *,
+    row_state: Tensor | None = None,
+    col_state: Tensor | None = None,
+    row_scaling: Scaling | None = None,
+    col_scaling: Scaling | None = None,
+    sr: SR | None = None,
+    tile: tuple[int, int, int, int] | None = None,
+) -> tuple[Produced | None, Produced | None]:
+    """Both views of a matrix from one load.
+
+    Args:
+        x: BF16 [M, K], contiguous.
+        row, col: the views wanted.
+        row_state, col_state: int32 [4] of MX views (``new_state``), read for the reference and updated; a fresh
+            state with reference 0 is made for a BF16 carrier without one.
+        row_scaling, col_scaling: scales of NV-style views; computed from x where left out.
+        sr: random state of a stochastic row view.
+        tile: (G, W, VEC, num_warps) to try other tiles; see ``tiles``.
+
+    Returns:
+        (row view, column view), None for one not asked for. Dimensions are padded to multiples of 32 with zeros.
+
+    Raises:
+        ValueError: views that the kernels do not make, a missing state or SR, K not a multiple of 16 with
+            stochastic rounding.
+    """
+    check_matrix(x)
+    for view, where in ((row, "row"), (col, "col")):
+        if view is not None:
+            _check_view(view, where)
+    m, k = x.shape
+    stochastic = row is not None and row.rounding == "stochastic"
+    if stochastic and sr is None:
+        raise ValueError("produce: got stochastic rounding without random state; needed sr=SR(state, producer)")
+    if stochastic and k % 16:
+        raise ValueError(f"produce: got K = {k} with stochastic rounding; needed a multiple of 16")
+    shared = row is not None and col is not None and formats.get(row.format).two_d and row == col
+    row_state, row_scaling = _scales(x, row, "row", row_state, row_scaling, None)
+    col_state, col_scaling = _scales(x, col, "col", col_state, col_scaling, row_scaling if shared else None)
+    xp = padded(x)
+    mp, kp = xp.shape
+    row_out = None if row is None else x.new_empty((mp, kp), dtype=CARRIERS[row.carrier])
+    col_out = None if col is None else x.new_empty((kp, mp), dtype=CARRIERS[col.carrier])
+    g, w, vec, warps = tile or default_tile(row, col)
+    masked = mp % (32 * g) != 0 or kp % (2 * w) != 0
+    none = xp.view(torch.int32)  # stands in for absent pointers
+    dual_kernel[(triton.cdiv(mp, 32 * g) * triton.cdiv(kp, 2 * w),)](
+        none,
+        none if row is None else row_out.view(torch.int32),
+        none if col is None else col_out.view(torch.int32),
+        none if row_state is None else row_state,
+        none if col_state is None else col_state,
+        none if row_scaling is None else row_scaling.amax,
+        none if row_scaling is None else row_scaling.outer,
+        none if col_scaling is None else col_scaling.amax,
+        none if col_scaling is None else col_scaling.outer,
+        none if sr is None else sr.state,
+        0 if sr is None else sr.producer,
+        mp,
+        0 if col is None else mp // (2 if col.carrier == "bf16" else 4),
+        1,
+        K=kp,
+        PLACES=k,
+        ROW="none" if row is None else rule(row.format),
+        ROW_CARRIER="bf16" if row is None else row.carrier,
+        ROW_SR=stochastic,
+        COL="none" if col is None else rule(col.format),
+        COL_CARRIER="bf16" if col is None else col.carrier,
+        COL_HADAMARD="none" if col is None else col.hadamard,
+        ROW_SQUARE=row is not None and formats.get(row.format).two_d,
+        COL_SQUARE=col is not None and formats.get(col.format).two_d,
+        SHARED=shared,
+        MASKED=masked,
+        ASM=packed_instructions(x.device),
+        G=g,
+        W=w,
+        VEC=vec,
+        num_warps=warps,
+    )
+    return (
+        None if row is None else _produced(row_out, row, (m, k), row_state, row_scaling),
+        None if col is None else _produced(col_out, col, (k, m), row_state if shared else col_state, col_scaling),
+    )
+
+
+def default_tile(row: View | None, col: View | None) -> tuple[int, int, int, int]:
+    """(G, W, VEC, num_warps): 128 tokens x 128 features in four warps, one group of 32 tokens each."""
+    return 4, 64, 2, 4
+
+
+def _scales(
+    x: Tensor, view: View | None, where: str, state: Tensor | None, given: Scaling | None, other: Scaling | None
+) -> tuple[Tensor | None, Scaling | None]:
+    if view is None:
+        return None, None
+    if is_mx(view.format):
+        if state is None:
+            if view.carrier != "bf16":
+                raise ValueError(
+                    f"produce: got carrier {view.carrier!r} without a state; needed {where}_state=new_state(...)[i], "
+                    "whose reference exponent says where the carrier's range lies"
+                )
+            state = new_state(1, x.device)[0]
+        return state, None
+    if given is None:
+        given = other
+    if given is None:
+        plain, rotated = chunk_amax(x, hadamard=view.hadamard, plain=view.hadamard == "none")
+        given = scaling(view, where, plain if view.hadamard == "none" else rotated)
+    return None, given
+
+
+def _produced(
+    data: Tensor, view: View, shape: tuple[int, int], state: Tensor | None, scales: Scaling | None
+) -> Produced:
+    return Produced(data, view, shape, None if scales is None else scales.outer, state)

@@ -85,8 +85,9 @@ def row_amax(w, BLOCK: tl.constexpr, ASM: tl.constexpr):
         second = permute_bytes(both, both, 0x3232, ASM)
         rows = tl.permute(tl.join(first, second), [0, 1, 4, 2, 3])
         return tl.reshape(rows, [G, 32, W // B, 1]), tl.reshape(both, [G, 16, W // B])
-    rows = halves_max(reduce_max2(tl.reshape(a, [G, 32, W // B, B]), 3, ASM), ASM)
-    return rows, tl.reshape(rows, [G, 32, W // B])
+    else:
+        rows = halves_max(reduce_max2(tl.reshape(a, [G, 32, W // B, B]), 3, ASM), ASM)
+        return rows, tl.reshape(rows, [G, 32, W // B])
 
 
 @triton.jit
@@ -104,18 +105,18 @@ def _butterfly(v, H: tl.constexpr):
     """Stage of distance H along axis 1 (32 tokens) of FP32 [G, 32, W]: i := a + b, i + H := a - b."""
     G: tl.constexpr = v.shape[0]
     W: tl.constexpr = v.shape[2]
-    x = tl.reshape(v, [G, 16 // H, 2, H, W])
-    bits = x.to(tl.int32, bitcast=True)
-    partner = (bits ^ tl.xor_sum(bits, 2, keep_dims=True)).to(tl.float32, bitcast=True)
-    lower = tl.reshape(tl.arange(0, 2), [1, 1, 2, 1, 1]) == 0
-    return tl.reshape(partner + tl.where(lower, x, -x), [G, 32, W])
+    x = tl.permute(tl.reshape(v, [G, 16 // H, 2, H, W]), [0, 1, 3, 4, 2])
+    a, b = tl.split(x)
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), [0, 1, 4, 2, 3]), [G, 32, W])
 
 
 @triton.jit
 def _rotate_f32(v, HADAMARD: tl.constexpr):
     if HADAMARD != "plain16":
         token = tl.reshape(tl.arange(0, 32), [1, 32, 1])
-        v = tl.where(((0x2817 >> (token % 16)) & 1) == 1, v, -v)
+        kept = (tl.full([1, 32, 1], 0x2817, tl.int32) >> (token % 16)) & 1
+        # the sign bit itself, so that the sign of a zero flips too
+        v = (v.to(tl.int32, bitcast=True) ^ ((1 - kept) << 31)).to(tl.float32, bitcast=True)
     v = _butterfly(v, 1)
     v = _butterfly(v, 2)
     v = _butterfly(v, 4)

@@ -1,0 +1,247 @@
+"""RMSNorm boundaries: residual and norm into the row view, and backward into every view the block needs.
+
+    forward    x' = x + d (BF16, where there is a d)        residual stream, kept
+               y = BF16(x' rstd w), rstd = 1 / sqrt(mean(x'^2) + eps)      row view of y (QKV, or W1 and W3)
+    backward   c = mean_j(dy_j w_j x_j) rstd^3
+               dx = BF16(g + BF16(rstd dy w - c x))        g: gradient of the residual stream, where there is one
+               y again                                     column view of y (Wgrad of the norm's consumers)
+               dx                                          both views for the projection before it (Wo)
+               dw = sum over tokens of dy x rstd           partial sums, one row per 32 tokens
+
+Forward holds whole rows, R of them; nothing but rstd [T] is saved. Backward walks a row twice: once for c, once,
+in reverse so that the end of the first walk is still in L2, for everything else. Its word tiles are
+[G, 32, W] with G *feature* chunks of 32 tokens, one warp each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp4core.kernels.device import halves_max, high_f32, low_f32, magnitudes, pack_rne, permute_bytes, reduce_max2
+from fp4core.kernels.mx import fp8_bytes, mx_constants, mx_round, mx_threshold
+from fp4core.kernels.views import column_mx, finish_column, finish_row, note_blocks, philox4x32, row_mx
+
+
+@triton.jit
+def _row_view_flat(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, ASM: tl.constexpr):
+    """Row view, ready to store, of words [R, W] whose rows are whole: as ``row_mx`` without random bits."""
+    R: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[1]
+    NB: tl.constexpr = W // 16
+    amax = reduce_max2(tl.reshape(magnitudes(w), [R, NB, 16]), 2, ASM)
+    amax = halves_max(amax, ASM)
+    note_blocks(amax, state, CARRIER, RULE, ASM)
+    c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
+    t = mx_threshold(amax, ct, RULE, ASM)
+    t = tl.reshape(tl.broadcast_to(t, [R, NB, 16]), [R, W])
+    v = mx_round(w, t, c, c64, RULE, ASM)
+    if CARRIER == "bf16":
+        return v
+    first, second = tl.split(tl.reshape(fp8_bytes(v, CARRIER, ASM), [R, W // 2, 2]))
+    return permute_bytes(first, second, 0x7531, ASM)
+
+
+@triton.jit
+def norm_forward_kernel(
+    x_ptr,
+    d_ptr,
+    weight_ptr,
+    sum_ptr,
+    rstd_ptr,
+    row_ptr,
+    state,
+    T,
+    eps,
+    HIDDEN: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    RULE: tl.constexpr,
+    CARRIER: tl.constexpr,
+    ASM: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+):
+    """x' and the row view of RMSNorm(x') from x [T, HIDDEN] (and d); RULE "none" stores the norm in BF16.
+
+    W: words of a row, rounded up to a power of two; words at and after HIDDEN / 2 read as zero.
+    """
+    row = tl.program_id(0) * R + tl.arange(0, R)[:, None]
+    f = tl.arange(0, W)[None, :]
+    real = (row < T) & (f < HIDDEN // 2)
+    place = row.to(tl.int64) * (HIDDEN // 2) + f
+    w = tl.load(x_ptr + place, mask=real, other=0)
+    if RESIDUAL:
+        d = tl.load(d_ptr + place, mask=real, other=0)
+        w = pack_rne(low_f32(w) + low_f32(d), high_f32(w) + high_f32(d), ASM)
+        tl.store(sum_ptr + place, w, mask=real)
+    x0 = low_f32(w)
+    x1 = high_f32(w)
+    total = tl.sum(x0 * x0 + x1 * x1, 1, keep_dims=True)
+    rstd = tl.rsqrt(total / HIDDEN + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < T)
+    g0 = tl.load(weight_ptr + 2 * f, mask=f < HIDDEN // 2, other=0.0).to(tl.float32)
+    g1 = tl.load(weight_ptr + 2 * f + 1, mask=f < HIDDEN // 2, other=0.0).to(tl.float32)
+    y = pack_rne(x0 * rstd * g0, x1 * rstd * g1, ASM)
+    if RULE == "none":
+        tl.store(row_ptr + place, y, mask=real)
+    else:
+        v = _row_view_flat(y, state, RULE, CARRIER, ASM)
+        if CARRIER == "bf16":
+            tl.store(row_ptr + place, v, mask=real)
+        else:
+            f4 = tl.arange(0, W // 2)[None, :]
+            tl.store(row_ptr + row.to(tl.int64) * (HIDDEN // 4) + f4, v, mask=(row < T) & (f4 < HIDDEN // 4))
+
+
+@triton.jit
+def _places(token, chunk, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, one):
+    """Word offsets [G, 32, W] of G feature chunks of 32 tokens; warps go to chunks, lanes to words."""
+    f = tl.arange(0, W)[None, None, :] * one
+    f = tl.multiple_of(tl.max_contiguous(f, (1, 1, 1)), (1, 1, 1))
+    g = tl.arange(0, G)[:, None, None]
+    t = tl.arange(0, 32)[None, :, None]
+    return token.to(tl.int64) * STRIDE + (chunk * W + f + g * W + t * STRIDE)
+
+
+@triton.jit
+def _random_chunks(
+    sr, producer, token, feature, FEATURES: tl.constexpr, G: tl.constexpr, W: tl.constexpr
+):
+    """``views.random_words`` for G chunks of 2 W neighbouring features of the same 32 tokens."""
+    seed = tl.load(sr)
+    step = tl.load(sr + 1)
+    first = (tl.load(sr + 2) + token) * (FEATURES // 16) + feature // 16
+    g = tl.arange(0, G)[:, None, None]
+    t = tl.arange(0, 32)[None, :, None]
+    j = tl.arange(0, W // 8)[None, None, :]
+    place16 = first + (t * (FEATURES // 16) + g * (W // 8) + j)
+    zero = tl.zeros([G, 32, W // 8], tl.uint32)
+    w0, w1, w2, w3 = philox4x32(
+        place16.to(tl.uint32),
+        (place16 >> 32).to(tl.uint32),
+        zero + step.to(tl.uint32),
+        zero + producer.to(tl.uint32),
+        seed.to(tl.uint32),
+        (seed >> 32).to(tl.uint32),
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, [G, 32, W // 2]).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _store_rows_chunks(base, v, STRIDE: tl.constexpr, one):
+    G: tl.constexpr = v.shape[0]
+    W: tl.constexpr = v.shape[2]
+    f = tl.arange(0, W)[None, None, :] * one
+    g = tl.arange(0, G)[:, None, None]
+    t = tl.arange(0, 32)[None, :, None]
+    tl.store(base + (f + g * W + t * STRIDE), v)
+
+
+@triton.jit
+def _store_columns_chunks(base, v, STRIDE, G: tl.constexpr):
+    """Store transposed words [2 W, G * n] of ``finish_column`` where G counts feature chunks."""
+    F: tl.constexpr = v.shape[0]
+    N: tl.constexpr = v.shape[1] // G
+    f = tl.arange(0, F)[:, None]
+    n = tl.arange(0, G * N)[None, :]
+    feature = f + (n // N) * F
+    tl.store(base + feature.to(tl.int64) * STRIDE + n % N, v)
+
+
+@triton.jit(do_not_specialize=["one", "producer"])
+def norm_backward_kernel(
+    dy_ptr,
+    x_ptr,
+    g_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    y_col_ptr,
+    row_ptr,
+    col_ptr,
+    dw_ptr,
+    y_state,
+    row_state,
+    col_state,
+    sr_ptr,
+    producer,
+    T,
+    one,
+    HIDDEN: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    Y_RULE: tl.constexpr,
+    Y_COL: tl.constexpr,
+    Y_HADAMARD: tl.constexpr,
+    RULE: tl.constexpr,
+    ROW: tl.constexpr,
+    SR: tl.constexpr,
+    COL: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ASM: tl.constexpr,
+    G: tl.constexpr,
+    W: tl.constexpr,
+):
+    """One program per 32 tokens. Y_RULE "none" stores y itself, RULE "none" leaves dx's views out.
+
+    T a multiple of 32, HIDDEN of 2 G W. dw_ptr: FP32 [T / 32, HIDDEN].
+    """
+    STEPS: tl.constexpr = HIDDEN // (2 * G * W)
+    STRIDE: tl.constexpr = HIDDEN // 2
+    token = tl.program_id(0) * 32
+    t = tl.arange(0, 32)[None, :, None]
+    rstd = tl.load(rstd_ptr + token + t)
+    f = tl.arange(0, W)[None, None, :] * one
+    g = tl.arange(0, G)[:, None, None]
+    total = tl.zeros([G, 32, W], tl.float32)
+    for i in range(STEPS):
+        place = _places(token, i * G, STRIDE, G, W, one)
+        dy = tl.load(dy_ptr + place)
+        x = tl.load(x_ptr + place)
+        feature = 2 * (i * (G * W) + g * W + f)
+        w0 = tl.load(weight_ptr + feature).to(tl.float32)
+        w1 = tl.load(weight_ptr + feature + 1).to(tl.float32)
+        total += low_f32(dy) * w0 * low_f32(x) + high_f32(dy) * w1 * high_f32(x)
+    c = tl.sum(tl.sum(total, 2, keep_dims=True), 0, keep_dims=True)
+    c = c / HIDDEN * (rstd * rstd * rstd)
+    for j in range(STEPS):
+        i = STEPS - 1 - j
+        place = _places(token, i * G, STRIDE, G, W, one)
+        dy = tl.load(dy_ptr + place)
+        x = tl.load(x_ptr + place)
+        feature = 2 * (i * (G * W) + g * W + f)
+        w0 = tl.load(weight_ptr + feature).to(tl.float32)
+        w1 = tl.load(weight_ptr + feature + 1).to(tl.float32)
+        n0 = low_f32(x) * rstd
+        n1 = high_f32(x) * rstd
+        d0 = low_f32(dy)
+        d1 = high_f32(dy)
+        dw = dw_ptr + (token // 32).to(tl.int64) * HIDDEN + feature
+        tl.store(dw, tl.sum(d0 * n0, 1, keep_dims=True))
+        tl.store(dw + 1, tl.sum(d1 * n1, 1, keep_dims=True))
+        y = pack_rne(n0 * w0, n1 * w1, ASM)
+        first = i * (2 * G * W)
+        if Y_RULE == "none":
+            tl.store(y_col_ptr + place, y)
+        else:
+            yc = finish_column(column_mx(y, y_state, Y_RULE, Y_COL, Y_HADAMARD, ASM), Y_COL, ASM)
+            PER_WORD: tl.constexpr = 2 if Y_COL == "bf16" else 4
+            out = y_col_ptr + first.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
+            _store_columns_chunks(out, yc, T // PER_WORD, G)
+        dx = pack_rne(d0 * w0 * rstd - low_f32(x) * c, d1 * w1 * rstd - high_f32(x) * c, ASM)
+        if RESIDUAL:
+            r = tl.load(g_ptr + place)
+            dx = pack_rne(low_f32(r) + low_f32(dx), high_f32(r) + high_f32(dx), ASM)
+        tl.store(dx_ptr + place, dx)
+        if RULE != "none":
+            random = 0
+            if SR:
+                random = _random_chunks(sr_ptr, producer, token, first, HIDDEN, G, W)
+            v = finish_row(row_mx(dx, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
+            PER_ROW: tl.constexpr = 2 if ROW == "bf16" else 4
+            out = row_ptr + token.to(tl.int64) * (HIDDEN // PER_ROW) + first // PER_ROW
+            _store_rows_chunks(out, v, HIDDEN // PER_ROW, one)
+            u = finish_column(column_mx(dx, col_state, RULE, COL, HADAMARD, ASM), COL, ASM)
+            PER_COL: tl.constexpr = 2 if COL == "bf16" else 4
+            out = col_ptr + first.to(tl.int64) * (T // PER_COL) + token // PER_COL
+            _store_columns_chunks(out, u, T // PER_COL, G)

@@ -1,0 +1,141 @@
+"""RoPE around QKV: rotation in place after the projection, and its inverse into both views of dQ, dK, dV.
+
+    forward    (a, b) -> (a cos - b sin, b cos + a sin)     a, b: features i and i + 64 of a head of 128
+    backward   (a, b) -> (a cos + b sin, b cos - a sin)     then row view (Dgrad) and column view (Wgrad)
+
+in FP32 with one rounding to BF16. qkv is [T, N], N = (H + 2 G') 128 features of H query, G' key and G' value
+heads; V is not rotated. cos, sin: FP32 [S, 64]; position = token mod S. Word tiles as in ``device``, one tile
+per half head, so a head's two tiles hold the pairs at the same place.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from fp4core.kernels.device import high_f32, low_f32, pack_rne
+from fp4core.kernels.fused_silu import store_gradient_views
+from fp4core.kernels.tiles import load_words, store_rows
+from fp4core.kernels.views import random_words
+
+
+@triton.jit
+def _table(ptr, HALF: tl.constexpr, G: tl.constexpr, W: tl.constexpr, one):
+    """FP32 (even, odd) entries [G, 32, W] of a cos or sin table whose first row belongs to the tile."""
+    f = tl.arange(0, W)[None, None, :] * one
+    g = tl.arange(0, G)[:, None, None]
+    t = tl.arange(0, 32)[None, :, None]
+    place = ptr + (g * 32 + t) * HALF + 2 * f
+    return tl.load(place), tl.load(place + 1)
+
+
+@triton.jit
+def rotate_words(a, b, c0, c1, s0, s1, ASM: tl.constexpr):
+    """Words of (a cos - b sin, b cos + a sin); a negated sin gives the inverse."""
+    a0 = low_f32(a)
+    a1 = high_f32(a)
+    b0 = low_f32(b)
+    b1 = high_f32(b)
+    first = pack_rne(a0 * c0 - b0 * s0, a1 * c1 - b1 * s1, ASM)
+    second = pack_rne(b0 * c0 + a0 * s0, b1 * c1 + a1 * s1, ASM)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["one"])
+def rope_forward_kernel(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    S,
+    one,
+    N: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+    ASM: tl.constexpr,
+    G: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Rotate the first HEADS heads of qkv [T, N] in place. S a multiple of 32 G; heads of 128 features."""
+    GROUPS: tl.constexpr = HEADS // PER_PROGRAM
+    pid = tl.program_id(0)
+    token = (pid // GROUPS) * (32 * G)
+    head = (pid % GROUPS) * PER_PROGRAM
+    position = token % S
+    c0, c1 = _table(cos_ptr + position * 64, 64, G, 32, one)
+    s0, s1 = _table(sin_ptr + position * 64, 64, G, 32, one)
+    base = qkv_ptr + token.to(tl.int64) * (N // 2) + head * 64
+    for i in range(PER_PROGRAM):
+        place = base + i * 64
+        a = load_words(place, N // 2, G, 32, VEC, one)
+        b = load_words(place + 32, N // 2, G, 32, VEC, one)
+        a, b = rotate_words(a, b, c0, c1, s0, s1, ASM)
+        store_rows(place, a, N // 2, VEC, one)
+        store_rows(place + 32, b, N // 2, VEC, one)
+
+
+@triton.jit(do_not_specialize=["one", "producer"])
+def rope_backward_kernel(
+    d_ptr,
+    cos_ptr,
+    sin_ptr,
+    row_ptr,
+    col_ptr,
+    row_state,
+    col_state,
+    sr_ptr,
+    producer,
+    T,
+    S,
+    BATCH_STRIDE,
+    HEAD_STRIDE,
+    one,
+    TOKEN_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    FIRST: tl.constexpr,
+    HEADS: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    RULE: tl.constexpr,
+    ROW: tl.constexpr,
+    SR: tl.constexpr,
+    COL: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ASM: tl.constexpr,
+    G: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    """Views of one gradient d (dQ, dK or dV) as features FIRST .. FIRST + 128 HEADS of [T, N] and [N, T].
+
+    d has strides (BATCH_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, 1), in words. RULE "none" stores the rotated
+    gradient itself to row_ptr [T, N]. Random places are those of d's own [T, 128 HEADS] matrix.
+    """
+    GROUPS: tl.constexpr = HEADS // PER_PROGRAM
+    pid = tl.program_id(0)
+    token = (pid // GROUPS) * (32 * G)
+    head0 = (pid % GROUPS) * PER_PROGRAM
+    position = token % S
+    base = d_ptr + (token // S).to(tl.int64) * BATCH_STRIDE + position.to(tl.int64) * TOKEN_STRIDE
+    if ROTATE:
+        c0, c1 = _table(cos_ptr + position * 64, 64, G, 32, one)
+        s0, s1 = _table(sin_ptr + position * 64, 64, G, 32, one)
+    for i in range(PER_PROGRAM):
+        head = head0 + i
+        place = base + head.to(tl.int64) * HEAD_STRIDE
+        a = load_words(place, TOKEN_STRIDE, G, 32, VEC, one)
+        b = load_words(place + 32, TOKEN_STRIDE, G, 32, VEC, one)
+        if ROTATE:
+            a, b = rotate_words(a, b, c0, c1, -s0, -s1, ASM)
+        for half in tl.static_range(2):
+            w = a if half == 0 else b
+            feature = head * 128 + half * 64
+            if RULE == "none":
+                out = row_ptr + token.to(tl.int64) * (N // 2) + (FIRST + feature) // 2
+                store_rows(out, w, N // 2, VEC, one)
+            else:
+                random = 0
+                if SR:
+                    random = random_words(sr_ptr, producer, token, feature, HEADS * 128, G, 32)
+                store_gradient_views(
+                    w, random, row_ptr, col_ptr, row_state, col_state, token, FIRST + feature, T, one,
+                    N, RULE, ROW, COL, SR, HADAMARD, VEC, ASM,
+                )  # fmt: skip
