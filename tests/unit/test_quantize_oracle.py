@@ -64,7 +64,7 @@ def mx_block(name: str, block: np.ndarray, amax: F32) -> tuple[int, np.ndarray]:
 
 
 def oracle(x: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """codes [R, C], scale bytes on the block grid, outer scale; x holds BF16 values, contracted along columns."""
+    """codes [R, C], scale bytes on the block grid, outer scale; contraction along columns of BF16 values."""
     fmt = formats.get(name)
     br, bc = fmt.block
     rows, cols = x.shape
