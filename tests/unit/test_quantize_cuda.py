@@ -1,4 +1,4 @@
-"""The reference on a GPU gives the CPU's bits: divisions, subnormals, Philox and the Hadamard order included."""
+"""The reference on a GPU gives the CPU's bits: divisions, subnormals, Philox and Hadamard order included."""
 
 import pytest
 import torch
