@@ -46,7 +46,9 @@ def _gpu() -> tuple[str, int]:
     return f"{torch.cuda.get_device_name()} (sm_{major}{minor})", 10 * major + minor
 
 
-def _triton_problem() -> str:
+def _kernel_problem(name: str) -> str:
+    if importlib.util.find_spec(f"fp4core.kernels.{name}") is None:
+        return f"this version of fp4core has no {name} kernels"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install 'fp4core[gpu]')"
     return ""
@@ -83,16 +85,10 @@ def backends() -> dict[str, Backend]:
             reason = problem or why
         found[name] = Backend(name, bool(gpu) and fits and not problem, reason, gpu)
 
-    fp8 = "FP8 and BF16" if capability >= 89 else "BF16"
-    add("carrier", 80, None, "CUDA sm_80 or later", _triton_problem(), f"exact {fp8} carriers through Triton")
-    add(
-        "native",
-        100,
-        (100, 103),
-        "FP4 Tensor Cores, sm_100 or sm_103",
-        _triton_problem(),
-        "FP4 Tensor Cores through tl.dot_scaled; never run on hardware by this project",
-    )
+    carriers = "exact FP8 and BF16 carriers" if capability >= 89 else "exact BF16 carriers"
+    add("carrier", 80, None, "CUDA sm_80 or later", _kernel_problem("carrier"), carriers)
+    never = "FP4 Tensor Cores; this project has never run them on hardware"
+    add("native", 100, (100, 103), "FP4 Tensor Cores (sm_100, sm_103)", _kernel_problem("native"), never)
     add("te", 100, None, "Transformer Engine >= 2.8 on sm_100 or later", _te_problem(), "Transformer Engine")
     return found
 
@@ -100,10 +96,11 @@ def backends() -> dict[str, Backend]:
 def resolve(backend: str, device: torch.device, function: str) -> tuple[str, Callable | None]:
     """The backend's name and its implementation of ``function`` ("quantize" or "matmul").
 
-    None stands for the reference. ``auto`` on a GPU takes the kernels where ``fp4core.kernels`` offers
-    the function for the device and falls back on the reference. Kernels are plain functions of the package:
+    None stands for the reference. ``auto`` on a GPU takes the carriers if they offer the function, else the
+    reference. ``fp4core.kernels.<backend>`` offers plain functions:
     ``quantize(x2d, fmt, *, axis, hadamard, key, held_amax) -> (codes, block_scale, outer_scale)``, codes
-    packed along the contraction axis and both in the orientation of the view, and ``matmul(a, b, *, dtype)``.
+    packed along the contraction axis, codes and scales in the orientation of the view; and
+    ``matmul(a, b, *, dtype)``.
 
     Raises:
         ValueError: unknown backend, or one that cannot run here or on the tensor's device.
@@ -116,7 +113,7 @@ def resolve(backend: str, device: torch.device, function: str) -> tuple[str, Cal
     state = backends()[wanted]
     implementation = None
     if state.available and device.type == "cuda" and wanted != "te":
-        implementation = getattr(importlib.import_module("fp4core.kernels"), function, None)
+        implementation = getattr(importlib.import_module(f"fp4core.kernels.{wanted}"), function, None)
     if implementation is not None:
         return wanted, implementation
     if backend == "auto":

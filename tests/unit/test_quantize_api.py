@@ -5,8 +5,7 @@ import torch
 
 import fp4core
 from fp4core import SRKey, formats
-from fp4core.ops import fake_quant
-from fp4core.ops.backends import NAMES as BACKENDS
+from fp4core.ops import backends, fake_quant
 from fp4core.recipe import Operand
 
 TILES = [n for n in formats.names() if formats.get(n).two_d]
@@ -139,12 +138,36 @@ def test_bad_calls(change, message):
 
 def test_backends_say_what_runs_and_why_not():
     found = fp4core.backends()
-    assert tuple(found) == BACKENDS
+    assert tuple(found) == backends.NAMES
     assert found["reference"].available and "cpu" in found["reference"].device
     for name, backend in found.items():
         assert backend.name == name and backend.reason
         if not torch.cuda.is_available() and name != "reference":
             assert not backend.available and "no CUDA GPU" in backend.reason
+
+
+GPUS = {  # description and compute capability -> backends whose hardware needs are met
+    "A100 (sm_80)": (80, {"carrier"}),
+    "H200 (sm_90)": (90, {"carrier"}),
+    "B200 (sm_100)": (100, {"carrier", "native", "te"}),
+    "RTX 5090 (sm_120)": (120, {"carrier", "te"}),
+    "V100 (sm_70)": (70, set()),
+}
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_backends_by_compute_capability(gpu, monkeypatch):
+    capability, fit = GPUS[gpu]
+    monkeypatch.setattr(backends, "_gpu", lambda: (gpu, capability))
+    monkeypatch.setattr(backends, "_kernel_problem", lambda name: "")
+    monkeypatch.setattr(backends, "_te_problem", lambda: "")
+    found = backends.backends()
+    assert {name for name, b in found.items() if b.available} == fit | {"reference"}
+    for name, backend in found.items():
+        assert backend.available or f"{gpu} lacks what it needs" in backend.reason
+        assert gpu in backend.device, name
+    monkeypatch.setattr(backends, "_kernel_problem", lambda name: "no Triton")
+    assert not any(backends.backends()[name].available for name in ("carrier", "native"))
 
 
 @pytest.mark.parametrize("name", ["carrier", "native", "te"])
