@@ -21,6 +21,7 @@ wildcard_constraints:
     route="|".join(PLAN.recipes),
     seed=r"\d+",
     segment=r"step-\d{8}",
+    key=r"[0-9a-f]{12}",
 
 
 localrules:

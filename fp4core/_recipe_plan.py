@@ -1,6 +1,6 @@
 """What a study runs and where every result lies: the one place that the workflow's rules ask.
 
-Heavy stages leave a marker each, ``results/STUDY/done/STAGE/...json``; logs and checkpoints are never a
+Heavy stages leave a marker each, ``results/STUDY/done/STAGE/...-KEY.json``; logs and checkpoints are never a
 rule's output, because Snakemake deletes outputs before and after a failed job.
 """
 
@@ -35,7 +35,7 @@ class WorkflowConfig:
         """What every command line is told of the study, as a rule's ``params``, quoted for a shell.
 
         Snakemake does not compare a param that is a function of ``output``: another spelling of the
-        same study reruns nothing. What can change a number is in ``Plan.key``.
+        same study reruns nothing. What can change a number is in the marker's name (``Plan.key``).
         """
         recipes = ["--recipes", self.recipes] if self.recipes else []
         return shlex.join(["--study", self.study, *recipes])
@@ -157,23 +157,50 @@ class Plan:
         names = [s.name for s in self.segments]
         return [self.done("train", route, seed, before) for before in names[: names.index(name)][-1:]]
 
-    @property
-    def downstream_segment(self) -> str:
-        """Name of the training job that leaves the checkpoint which is scored."""
-        return self.segment(self.study.downstream.step).name
+    def train_of(self, route: str, seed: int | str, step: int) -> str:
+        """Marker of the training job that leaves the checkpoint of ``step``."""
+        return self.done("train", route, seed, self.segment(step).name)
 
-    @property
-    def dgrad_source(self) -> str:
-        """Marker of the training job that leaves the checkpoint whose tensors are compared."""
-        segment = self.segment(self.study.dgrad.step).name
-        return self.done("train", self.study.dgrad.route, self.first_seed, segment)
+    def key(self, stage: str, route: str = "") -> str:
+        """Hash of what can change the numbers of a heavy job, 12 hex digits; part of its marker's name.
+
+        Recipes count by content, studies by the stage's fields, bound inputs by their SHA-256. A changed
+        number is then another file, so that nothing rests on times or on Snakemake's own memory: a fresh
+        clone beside old results, or results copied in any order, runs nothing again.
+        """
+        if stage == "boundary":
+            recipes: Any = {name: recipe.hash for name, recipe in self.recipes.items()}
+        else:
+            recipes = self.recipes[route].hash if route else None
+        bound = None
+        if self.inputs is not None and stage != "boundary":
+            kinds = ["tokenizer", "corpus", "validation", *(["evaluation"] if stage == "downstream" else [])]
+            bindings = {kind: getattr(self.inputs, kind) for kind in kinds}
+            bound = {kind: binding.sha256 for kind, binding in bindings.items() if binding}
+        return digest([self.study.stage_hash(stage), recipes, bound])
 
     def done(self, stage: Stage, route: str = "", seed: int | str = "", segment: str = "") -> str:
-        """Path of a stage's marker; ``{route}`` and the like may be wildcards."""
+        """Path of a stage's marker."""
+        folder = f"{self.results}/done/{stage}"
+        if stage == "traces":
+            return f"{folder}.json"
         if stage in SINGLE:
-            return f"{self.results}/done/{stage}.json"
+            owner = {"dgrad": self.study.dgrad.route, "output_head": self.study.output_head.route}
+            return f"{folder}-{self.key(stage, owner.get(stage, ''))}.json"
+        return f"{folder}/{route}/s{seed}{f'/{segment}' if segment else ''}-{self.key(stage, route)}.json"
+
+    def marker(self, stage: Stage, segment: str = "") -> str:
+        """``done`` with the wildcards of a rule's output; ``segment`` is "{segment}" where it has them."""
         tail = f"/{segment}" if segment else ""
-        return f"{self.results}/done/{stage}/{route}/s{seed}{tail}.json"
+        return f"{self.results}/done/{stage}/{{route}}/s{{seed}}{tail}-{{key}}.json"
+
+    def stale(self, wildcards: Any, output: Any) -> str:
+        """Pattern of a job's markers under any key, for ``rm -f``: one is valid at a time.
+
+        Without this, going back to an earlier recipe would find its old marker beside the newer logs.
+        """
+        path = Path(output[0])
+        return f"{shlex.quote(str(path.parent))}/{path.stem.rpartition('-')[0]}-*.json"
 
     def route_done(self, route: str) -> list[str]:
         """Every marker that belongs to ``route`` alone."""
@@ -187,23 +214,6 @@ class Plan:
     def all_done(self) -> list[str]:
         """Every marker of the study."""
         return [m for r in self.recipes for m in self.route_done(r)] + [self.done(s) for s in SINGLE]
-
-    def key(self, stage: str, route: str | None = None) -> dict[str, Any]:
-        """What can change the numbers of a heavy job, as hashes: its ``params``.
-
-        The order of keys is fixed, since Snakemake compares their text. Bound inputs count by content.
-        """
-        if route is None:
-            hashes: Any = digest({r: recipe.hash for r, recipe in self.recipes.items()})
-        else:
-            hashes = self.recipes[route].hash if route else None
-        bound = None
-        if self.inputs is not None and stage != "boundary":
-            kinds = ("tokenizer", "corpus", "validation")
-            kinds += ("evaluation",) if stage == "downstream" else ()
-            bindings = {kind: getattr(self.inputs, kind) for kind in kinds}
-            bound = digest({kind: b.sha256 for kind, b in bindings.items() if b})
-        return {"stage": self.study.stage_hash(stage), "recipe": hashes, "inputs": bound}
 
     def tables_key(self) -> str:
         """Hash of everything that tables show of the configuration, labels and order included."""

@@ -9,8 +9,9 @@ rule data:
     conda:
         "../../environment.yml"
     params:
-        key=PLAN.key("data", ""),
+        stale=PLAN.stale,
         study=SETTINGS.told,
         results=PLAN.told,
     shell:
+        "rm -f {params.stale} && "
         "python -m fp4core data {params.study} --out {params.results}/data --done {output} 2>&1 | tee {log}"

@@ -3,7 +3,11 @@
 
 rule dgrad:
     input:
-        ancient(PLAN.dgrad_source),
+        ancient(
+            PLAN.train_of(
+                PLAN.study.dgrad.route, PLAN.first_seed, PLAN.study.dgrad.step
+            )
+        ),
     output:
         PLAN.done("dgrad"),
     log:
@@ -11,11 +15,12 @@ rule dgrad:
     conda:
         "../../environment.yml"
     params:
-        key=PLAN.key("dgrad", PLAN.study.dgrad.route),
+        stale=PLAN.stale,
         study=SETTINGS.told,
         results=PLAN.told,
         seed=PLAN.first_seed,
     shell:
+        "rm -f {params.stale} && "
         "python -m eval dgrad {params.study} --seed {params.seed} --results {params.results}"
         " --done {output} 2>&1 | tee {log}"
 
@@ -32,11 +37,12 @@ rule output_head:
     resources:
         launch="python",
     params:
-        key=PLAN.key("output_head", PLAN.study.output_head.route),
+        stale=PLAN.stale,
         study=SETTINGS.told,
         results=PLAN.told,
         seed=PLAN.first_seed,
     shell:
+        "rm -f {params.stale} && "
         "{resources.launch} -m fp4core head-screen {params.study} --seed {params.seed} --results {params.results}"
         " --done {output} 2>&1 | tee {log}"
 
@@ -49,10 +55,11 @@ rule boundary:
     conda:
         "../../environment.yml"
     params:
-        key=PLAN.key("boundary"),
+        stale=PLAN.stale,
         study=SETTINGS.told,
         results=PLAN.told,
     shell:
+        "rm -f {params.stale} && "
         "python -m fp4core bench boundary {params.study} --results {params.results} --done {output} 2>&1 | tee {log}"
 
 

@@ -3,17 +3,18 @@
 
 rule downstream:
     input:
-        ancient(PLAN.done("train", "{route}", "{seed}", PLAN.downstream_segment)),
+        lambda w: ancient(PLAN.train_of(w.route, w.seed, PLAN.study.downstream.step)),
     output:
-        PLAN.done("downstream", "{route}", "{seed}"),
+        PLAN.marker("downstream"),
     log:
-        f"{RESULTS}/logs/downstream/{{route}}/s{{seed}}.log",
+        f"{RESULTS}/logs/downstream/{{route}}/s{{seed}}-{{key}}.log",
     conda:
         "../../environment.yml"
     params:
-        key=lambda w: PLAN.key("downstream", w.route),
+        stale=PLAN.stale,
         study=SETTINGS.told,
         results=PLAN.told,
     shell:
+        "rm -f {params.stale} && "
         "python -m eval downstream {params.study} --route {wildcards.route} --seed {wildcards.seed}"
         " --results {params.results} --done {output} 2>&1 | tee {log}"

@@ -5,17 +5,18 @@ rule probe:
     input:
         ancient(PLAN.done("data")),
     output:
-        PLAN.done("probe", "{route}", "{seed}"),
+        PLAN.marker("probe"),
     log:
-        f"{RESULTS}/logs/probe/{{route}}/s{{seed}}.log",
+        f"{RESULTS}/logs/probe/{{route}}/s{{seed}}-{{key}}.log",
     conda:
         "../../environment.yml"
     resources:
         launch="python",
     params:
-        key=lambda w: PLAN.key("probe", w.route),
+        stale=PLAN.stale,
         study=SETTINGS.told,
         results=PLAN.told,
     shell:
+        "rm -f {params.stale} && "
         "{resources.launch} -m fp4core probe {params.study} --route {wildcards.route} --seed {wildcards.seed}"
         " --results {params.results} --done {output} 2>&1 | tee {log}"

@@ -9,20 +9,21 @@ rule train:
         data=ancient(PLAN.done("data")),
         before=lambda w: ancient(PLAN.train_before(w.route, w.seed, w.segment)),
     output:
-        PLAN.done("train", "{route}", "{seed}", "{segment}"),
+        PLAN.marker("train", "{segment}"),
     log:
-        f"{RESULTS}/logs/train/{{route}}/s{{seed}}/{{segment}}.log",
+        f"{RESULTS}/logs/train/{{route}}/s{{seed}}/{{segment}}-{{key}}.log",
     conda:
         "../../environment.yml"
     resources:
         runtime=10080,
         launch="python",
     params:
-        key=lambda w: PLAN.key("train", w.route),
+        stale=PLAN.stale,
         until=lambda w: PLAN.until(w.segment),
         study=SETTINGS.told,
         results=PLAN.told,
     shell:
+        "rm -f {params.stale} && "
         "{resources.launch} -m fp4core train {params.study} --route {wildcards.route} --seed {wildcards.seed}"
         " --results {params.results} --until {params.until} --max-seconds $(( {resources.runtime} * 57 ))"
         " --done {output} 2>&1 | tee {log}"

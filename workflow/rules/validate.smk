@@ -3,18 +3,19 @@
 
 rule validate:
     input:
-        ancient(PLAN.done("train", "{route}", "{seed}", "{segment}")),
+        lambda w: ancient(PLAN.done("train", w.route, w.seed, w.segment)),
     output:
-        PLAN.done("validation", "{route}", "{seed}", "{segment}"),
+        PLAN.marker("validation", "{segment}"),
     log:
-        f"{RESULTS}/logs/validation/{{route}}/s{{seed}}/{{segment}}.log",
+        f"{RESULTS}/logs/validation/{{route}}/s{{seed}}/{{segment}}-{{key}}.log",
     conda:
         "../../environment.yml"
     params:
-        key=lambda w: PLAN.key("validation", w.route),
+        stale=PLAN.stale,
         steps=lambda w: PLAN.cuts(w.segment),
         study=SETTINGS.told,
         results=PLAN.told,
     shell:
+        "rm -f {params.stale} && "
         "python -m eval validate {params.study} --route {wildcards.route} --seed {wildcards.seed}"
         " --results {params.results} --steps {params.steps} --done {output} 2>&1 | tee {log}"
