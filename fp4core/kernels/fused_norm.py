@@ -10,7 +10,8 @@
 
 Forward holds whole rows, R of them; nothing but rstd [T] is saved. Backward walks a row twice: once for c, once,
 in reverse so that the end of the first walk is still in L2, for everything else. Its word tiles are
-[G, 32, W] with G *feature* chunks of 32 tokens, one warp each.
+[G, 32, W] with G *feature* chunks of 32 tokens, one warp each. The norm's weight comes as FP32 [2, HIDDEN / 2],
+even features then odd, so that its halves lie as the words do.
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fp4core.kernels.device import halves_max, high_f32, low_f32, magnitudes, pack_rne, permute_bytes, reduce_max2
+from fp4core.kernels.device import (
+    halves_max,
+    high_f32,
+    low_f32,
+    magnitudes,
+    pack_rne,
+    permute_bytes,
+    reduce_max2,
+)
 from fp4core.kernels.mx import fp8_bytes, mx_constants, mx_round, mx_threshold
 from fp4core.kernels.views import column_mx, finish_column, finish_row, note_blocks, philox4x32, row_mx
 
@@ -79,8 +88,8 @@ def norm_forward_kernel(
     total = tl.sum(x0 * x0 + x1 * x1, 1, keep_dims=True)
     rstd = tl.rsqrt(total / HIDDEN + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < T)
-    g0 = tl.load(weight_ptr + 2 * f, mask=f < HIDDEN // 2, other=0.0).to(tl.float32)
-    g1 = tl.load(weight_ptr + 2 * f + 1, mask=f < HIDDEN // 2, other=0.0).to(tl.float32)
+    g0 = tl.load(weight_ptr + f, mask=f < HIDDEN // 2, other=0.0)
+    g1 = tl.load(weight_ptr + HIDDEN // 2 + f, mask=f < HIDDEN // 2, other=0.0)
     y = pack_rne(x0 * rstd * g0, x1 * rstd * g1, ASM)
     if RULE == "none":
         tl.store(row_ptr + place, y, mask=real)
@@ -95,18 +104,16 @@ def norm_forward_kernel(
 
 @triton.jit
 def _places(token, chunk, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, one):
-    """Word offsets [G, 32, W] of G feature chunks of 32 tokens; warps go to chunks, lanes to words."""
+    """Word offsets [G, 32, W] of G feature chunks of 32 tokens; warps go to chunks, lanes to word pairs."""
     f = tl.arange(0, W)[None, None, :] * one
-    f = tl.multiple_of(tl.max_contiguous(f, (1, 1, 1)), (1, 1, 1))
+    f = tl.multiple_of(tl.max_contiguous(f, (1, 1, 2)), (1, 1, 2))
     g = tl.arange(0, G)[:, None, None]
     t = tl.arange(0, 32)[None, :, None]
     return token.to(tl.int64) * STRIDE + (chunk * W + f + g * W + t * STRIDE)
 
 
 @triton.jit
-def _random_chunks(
-    sr, producer, token, feature, FEATURES: tl.constexpr, G: tl.constexpr, W: tl.constexpr
-):
+def _random_chunks(sr, producer, token, feature, FEATURES: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
     """``views.random_words`` for G chunks of 2 W neighbouring features of the same 32 tokens."""
     seed = tl.load(sr)
     step = tl.load(sr + 1)
@@ -184,7 +191,7 @@ def norm_backward_kernel(
 ):
     """One program per 32 tokens. Y_RULE "none" stores y itself, RULE "none" leaves dx's views out.
 
-    T a multiple of 32, HIDDEN of 2 G W. dw_ptr: FP32 [T / 32, HIDDEN].
+    T a multiple of 32, HIDDEN of 2 G W. dw_ptr: FP32 [T / 32, 2, HIDDEN / 2], even then odd features.
     """
     STEPS: tl.constexpr = HIDDEN // (2 * G * W)
     STRIDE: tl.constexpr = HIDDEN // 2
@@ -198,9 +205,9 @@ def norm_backward_kernel(
         place = _places(token, i * G, STRIDE, G, W, one)
         dy = tl.load(dy_ptr + place)
         x = tl.load(x_ptr + place)
-        feature = 2 * (i * (G * W) + g * W + f)
-        w0 = tl.load(weight_ptr + feature).to(tl.float32)
-        w1 = tl.load(weight_ptr + feature + 1).to(tl.float32)
+        word = i * (G * W) + g * W + f
+        w0 = tl.load(weight_ptr + word)
+        w1 = tl.load(weight_ptr + STRIDE + word)
         total += low_f32(dy) * w0 * low_f32(x) + high_f32(dy) * w1 * high_f32(x)
     c = tl.sum(tl.sum(total, 2, keep_dims=True), 0, keep_dims=True)
     c = c / HIDDEN * (rstd * rstd * rstd)
@@ -209,16 +216,16 @@ def norm_backward_kernel(
         place = _places(token, i * G, STRIDE, G, W, one)
         dy = tl.load(dy_ptr + place)
         x = tl.load(x_ptr + place)
-        feature = 2 * (i * (G * W) + g * W + f)
-        w0 = tl.load(weight_ptr + feature).to(tl.float32)
-        w1 = tl.load(weight_ptr + feature + 1).to(tl.float32)
+        word = i * (G * W) + g * W + f
+        w0 = tl.load(weight_ptr + word)
+        w1 = tl.load(weight_ptr + STRIDE + word)
         n0 = low_f32(x) * rstd
         n1 = high_f32(x) * rstd
         d0 = low_f32(dy)
         d1 = high_f32(dy)
-        dw = dw_ptr + (token // 32).to(tl.int64) * HIDDEN + feature
+        dw = dw_ptr + (token // 32).to(tl.int64) * HIDDEN + word
         tl.store(dw, tl.sum(d0 * n0, 1, keep_dims=True))
-        tl.store(dw + 1, tl.sum(d1 * n1, 1, keep_dims=True))
+        tl.store(dw + STRIDE, tl.sum(d1 * n1, 1, keep_dims=True))
         y = pack_rne(n0 * w0, n1 * w1, ASM)
         first = i * (2 * G * W)
         if Y_RULE == "none":

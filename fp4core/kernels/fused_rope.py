@@ -20,13 +20,10 @@ from fp4core.kernels.views import random_words
 
 
 @triton.jit
-def _table(ptr, HALF: tl.constexpr, G: tl.constexpr, W: tl.constexpr, one):
-    """FP32 (even, odd) entries [G, 32, W] of a cos or sin table whose first row belongs to the tile."""
-    f = tl.arange(0, W)[None, None, :] * one
-    g = tl.arange(0, G)[:, None, None]
-    t = tl.arange(0, 32)[None, :, None]
-    place = ptr + (g * 32 + t) * HALF + 2 * f
-    return tl.load(place), tl.load(place + 1)
+def _plane(table_ptr, position, PLANE: tl.constexpr, G: tl.constexpr, VEC: tl.constexpr, one):
+    """FP32 [G, 32, 32]: a plane of the table for the tokens from ``position`` on."""
+    words = table_ptr.to(tl.pointer_type(tl.int32)) + position * 128 + PLANE * 32
+    return load_words(words, 128, G, 32, VEC, one).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -44,8 +41,7 @@ def rotate_words(a, b, c0, c1, s0, s1, ASM: tl.constexpr):
 @triton.jit(do_not_specialize=["one"])
 def rope_forward_kernel(
     qkv_ptr,
-    cos_ptr,
-    sin_ptr,
+    table_ptr,
     S,
     one,
     N: tl.constexpr,
@@ -61,8 +57,10 @@ def rope_forward_kernel(
     token = (pid // GROUPS) * (32 * G)
     head = (pid % GROUPS) * PER_PROGRAM
     position = token % S
-    c0, c1 = _table(cos_ptr + position * 64, 64, G, 32, one)
-    s0, s1 = _table(sin_ptr + position * 64, 64, G, 32, one)
+    c0 = _plane(table_ptr, position, 0, G, VEC, one)
+    c1 = _plane(table_ptr, position, 1, G, VEC, one)
+    s0 = _plane(table_ptr, position, 2, G, VEC, one)
+    s1 = _plane(table_ptr, position, 3, G, VEC, one)
     base = qkv_ptr + token.to(tl.int64) * (N // 2) + head * 64
     for i in range(PER_PROGRAM):
         place = base + i * 64
@@ -76,8 +74,7 @@ def rope_forward_kernel(
 @triton.jit(do_not_specialize=["one", "producer"])
 def rope_backward_kernel(
     d_ptr,
-    cos_ptr,
-    sin_ptr,
+    table_ptr,
     row_ptr,
     col_ptr,
     row_state,
@@ -116,8 +113,10 @@ def rope_backward_kernel(
     position = token % S
     base = d_ptr + (token // S).to(tl.int64) * BATCH_STRIDE + position.to(tl.int64) * TOKEN_STRIDE
     if ROTATE:
-        c0, c1 = _table(cos_ptr + position * 64, 64, G, 32, one)
-        s0, s1 = _table(sin_ptr + position * 64, 64, G, 32, one)
+        c0 = _plane(table_ptr, position, 0, G, VEC, one)
+        c1 = _plane(table_ptr, position, 1, G, VEC, one)
+        s0 = _plane(table_ptr, position, 2, G, VEC, one)
+        s1 = _plane(table_ptr, position, 3, G, VEC, one)
     for i in range(PER_PROGRAM):
         head = head0 + i
         place = base + head.to(tl.int64) * HEAD_STRIDE

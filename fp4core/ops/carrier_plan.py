@@ -1,0 +1,138 @@
+"""Which carrier holds each operand of a contraction, and with which reference exponent.
+
+A carrier is the decoded operand E2M1 x 2^(k - ref) in the narrowest type that holds it exactly; the GEMM
+multiplies by 2^ref. ``ref`` is one exponent for a whole tensor. It never changes a result: it only decides
+whether every block's k - ref lies in the type's range.
+
+    type   k - ref held exactly     GEMM partner
+    e5m2   -15 .. 13  (29 steps)    e4m3
+    e4m3    -8 ..  6  (15 steps)    e5m2 or e4m3
+    bf16   all that occur           bf16, at half the rate
+
+cuBLAS has no E5M2 x E5M2 product, so one operand of every contraction is E4M3: W in Fprop and Dgrad, X in
+Wgrad, unless the observed spans ask for the swap. A block outside the range is counted by its producer
+("misfit"), never rounded into range silently: the step is replayed with the plan that ``Plan.adapt`` makes.
+
+Formats whose block scale is no power of two (NVFP4, UE5M3) always use BF16 carriers, which hold every
+E2M1 x E4M3 and E2M1 x UE5M3 product; their outer scales go to the GEMM's epilogue.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fp4core import formats
+from fp4core.recipe import LinearRecipe, Operand
+
+# Views of one group of linears; the first four numbers are also the last two bits of a producer id.
+DY_ROW, DY_COL, X_ROW, X_COL, W_ROW, W_COL = range(6)
+VIEWS = 6
+VIEW_NAMES = ("dy_row", "dy_col", "x_row", "x_col", "w_row", "w_col")
+
+# type -> smallest and largest k - ref whose block it holds exactly
+RANGE = {"e5m2": (-15, 13), "e4m3": (-8, 6)}
+# contraction -> (left view, right view, preferred types of the two)
+CONTRACTIONS = {
+    "fprop": (X_ROW, W_ROW, ("e5m2", "e4m3")),
+    "dgrad": (DY_ROW, W_COL, ("e5m2", "e4m3")),
+    "wgrad": (DY_COL, X_COL, ("e5m2", "e4m3")),
+}
+_EMPTY = (0, -1)  # span of a tensor without a nonzero block
+
+
+def is_mx(operand: Operand) -> bool:
+    """Whether the operand's block scales are powers of two."""
+    return operand.format != "bf16" and formats.get(operand.format).block_scale == "e8m0"
+
+
+def operands(recipe: LinearRecipe) -> dict[int, Operand]:
+    """View -> operand."""
+    f, d, w = recipe.fprop, recipe.dgrad, recipe.wgrad
+    return {X_ROW: f.x, W_ROW: f.w, DY_ROW: d.dy, W_COL: d.w, DY_COL: w.dy, X_COL: w.x}
+
+
+def width(span: tuple[int, int]) -> int:
+    """Number of scale steps from the smallest to the largest block exponent."""
+    return max(0, span[1] - span[0] + 1)
+
+
+def fits(kind: str, span: tuple[int, int]) -> bool:
+    """Whether some reference lets ``kind`` hold every block of the span."""
+    return kind == "bf16" or width(span) <= RANGE[kind][1] - RANGE[kind][0] + 1
+
+
+def reference(kind: str, span: tuple[int, int]) -> int:
+    """Reference exponent that centres the span in the type's range: equal room above and below."""
+    if kind == "bf16" or width(span) == 0:
+        return 0
+    low, high = RANGE[kind]
+    slack = (high - low + 1) - width(span)
+    return span[1] + slack // 2 - high
+
+
+def choose_types(
+    left: tuple[int, int], right: tuple[int, int], preferred: tuple[str, str]
+) -> tuple[str, str]:
+    """Carrier types of a contraction's operands: as preferred, swapped, or BF16 for both."""
+    for kinds in (preferred, (preferred[1], preferred[0])):
+        if fits(kinds[0], left) and fits(kinds[1], right):
+            return kinds
+    return ("bf16", "bf16")
+
+
+@dataclass
+class Plan:
+    """Carrier type and reference exponent of the six views of one group of linears.
+
+    Attributes:
+        kinds: view -> "e5m2", "e4m3" or "bf16".
+        refs: view -> reference exponent, 0 for BF16.
+        spans: view -> (smallest, largest) block exponent seen when the plan was last adapted; None before.
+        mx: contractions whose two operands are MX, the only ones that may use FP8.
+        fallbacks: how often a contraction left its preferred types, by contraction.
+    """
+
+    kinds: list[str]
+    refs: list[int]
+    mx: frozenset[str]
+    spans: list[tuple[int, int] | None] = field(default_factory=lambda: [None] * VIEWS)
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, recipe: LinearRecipe, *, fp8: bool) -> Plan:
+        """The preferred plan of a recipe; ``fp8`` says whether the device multiplies FP8."""
+        ops = operands(recipe)
+        mx = frozenset(
+            name for name, (a, b, _) in CONTRACTIONS.items() if fp8 and is_mx(ops[a]) and is_mx(ops[b])
+        )
+        kinds = ["bf16"] * VIEWS
+        for name in mx:
+            a, b, preferred = CONTRACTIONS[name]
+            kinds[a], kinds[b] = preferred
+        return cls(kinds=kinds, refs=[0] * VIEWS, mx=mx)
+
+    def adapt(self, seen: dict[int, tuple[int, int]]) -> list[str]:
+        """Take observed spans over: new references, and new types where a span is too wide.
+
+        A contraction that fell back to BF16 stays there: a span that was too wide once comes back.
+        Returns one line per contraction whose types changed.
+        """
+        for view, span in seen.items():
+            self.spans[view] = span
+        changed = []
+        for name in sorted(self.mx):
+            a, b, preferred = CONTRACTIONS[name]
+            before = (self.kinds[a], self.kinds[b])
+            spans = tuple(_EMPTY if self.spans[v] is None else self.spans[v] for v in (a, b))
+            if before != ("bf16", "bf16") and not (fits(before[0], spans[0]) and fits(before[1], spans[1])):
+                after = choose_types(spans[0], spans[1], preferred)
+                self.kinds[a], self.kinds[b] = after
+                self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
+                changed.append(
+                    f"{name}: {VIEW_NAMES[a]} spans {width(spans[0])} and {VIEW_NAMES[b]} {width(spans[1])} "
+                    f"scale steps, {before[0]} x {before[1]} -> {after[0]} x {after[1]}"
+                )
+            for view in (a, b):
+                if seen.get(view) is not None:
+                    self.refs[view] = reference(self.kinds[view], seen[view])
+        return changed
