@@ -8,6 +8,7 @@ or the field ``model`` of ``checkpoint.json``. Only the weights are read from di
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def load_weights(checkpoint_dir: str | Path) -> tuple[ModelConfig, dict[str, Ten
         _PREFIX + name: torch.empty(shape, dtype=found[_PREFIX + name].properties.dtype)
         for name, shape in expected.items()
     }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # that there is no process group is the point of no_dist
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
     return config, {name: tensors[_PREFIX + name] for name in expected}
 
 

@@ -45,11 +45,9 @@ class OutputHead(nn.Module):
 
     def forward(self, h: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         weight = self.weight if weight is None else weight
-        tokens = h.reshape(-1, h.shape[-1])
         if targets is None:
-            return _Logits.apply(tokens, weight, self.variant).reshape(*h.shape[:-1], -1)
-        losses = _CrossEntropy.apply(tokens, weight, targets.reshape(-1), self.variant, self.chunk)
-        return losses.reshape(targets.shape)
+            return _Logits.apply(h, weight, self.variant)
+        return _CrossEntropy.apply(h, weight, targets, self.variant, self.chunk)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -82,39 +80,46 @@ def _backward(dlogits: Tensor, h: Tensor, w: Tensor, variant: str) -> tuple[Tens
 
 
 class _Logits(torch.autograd.Function):
+    """Logits [..., V] of h [..., D]."""
+
     @staticmethod
     def forward(ctx, h: Tensor, w: Tensor, variant: str) -> Tensor:
         ctx.save_for_backward(h, w)
         ctx.variant = variant
-        return _logits(h, _weight_operand(w, h, variant), variant)
+        return _logits(h.flatten(0, -2), _weight_operand(w, h, variant), variant).unflatten(0, h.shape[:-1])
 
     @staticmethod
     def backward(ctx, dlogits: Tensor):
         h, w = ctx.saved_tensors
-        dh, dw = _backward(dlogits, h, w, ctx.variant)
-        return dh, dw.to(w.dtype), None
+        dh, dw = _backward(dlogits.flatten(0, -2), h.flatten(0, -2), w, ctx.variant)
+        return dh.view(h.shape), dw.to(w.dtype), None
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """FP32 losses [...] of h [..., D] and targets [...]; no view, as FSDP warns of an output that is one."""
+
     @staticmethod
     def forward(ctx, h: Tensor, w: Tensor, targets: Tensor, variant: str, chunk: int) -> Tensor:
+        ctx.shape = h.shape
+        h, flat = h.flatten(0, -2), targets.flatten()
         w_operand = _weight_operand(w, h, variant)
         losses, sums, kept = [], [], None
         for first in range(0, h.shape[0], chunk):
             logits = _logits(h[first : first + chunk], w_operand, variant)
-            target = targets[first : first + chunk]
+            target = flat[first : first + chunk]
             picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float()
             total = _log_sum_exp(logits)
-            losses.append(torch.where(target == IGNORE, 0.0, total - picked))
+            losses.append(total - picked)
             sums.append(total)
             kept = logits if h.shape[0] <= chunk else None
-        ctx.variant, ctx.chunk, ctx.one = variant, chunk, kept is not None
-        ctx.save_for_backward(h, w, targets, torch.cat(sums), *([] if kept is None else [kept]))
-        return torch.cat(losses)
+        ctx.variant, ctx.chunk = variant, chunk
+        ctx.save_for_backward(h, w, flat, torch.cat(sums), *([] if kept is None else [kept]))
+        return torch.where(targets == IGNORE, 0.0, torch.cat(losses).view(targets.shape))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         h, w, targets, sums, *kept = ctx.saved_tensors
+        grad = grad.flatten()
         w_operand = None if kept else _weight_operand(w, h, ctx.variant)
         dhs, dw = [], None
         for first in range(0, h.shape[0], ctx.chunk):
@@ -124,7 +129,7 @@ class _CrossEntropy(torch.autograd.Function):
             dh, chunk_dw = _backward(dlogits.to(h.dtype), h[part], w, ctx.variant)
             dhs.append(dh)
             dw = chunk_dw if dw is None else dw + chunk_dw
-        return torch.cat(dhs), dw.to(w.dtype), None, None, None
+        return torch.cat(dhs).view(ctx.shape), dw.to(w.dtype), None, None, None
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:
