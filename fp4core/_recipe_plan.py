@@ -7,6 +7,7 @@ rule's output, because Snakemake deletes outputs before and after a failed job.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shlex
 import sys
@@ -227,7 +228,7 @@ class Plan:
 
     def logs_in(self, logs: str) -> list[str]:
         """``log_files`` with their directory."""
-        return [f"{logs}/{name}" for name in self.log_files()]
+        return [f"{logs}/{name}" for name in self.log_files(logs)]
 
     @staticmethod
     def drawing_code(root: str | Path) -> list[str]:
@@ -242,8 +243,12 @@ class Plan:
     def figure_files(self) -> list[str]:
         return [f"{self.results}/figures/{name}.{kind}" for name in FIGURES for kind in ("pdf", "svg", "png")]
 
-    def log_files(self) -> list[str]:
-        """Every record that tables and figures are drawn from, relative to the results directory."""
+    def log_files(self, logs: str | Path | None = None) -> list[str]:
+        """Every record that tables and figures are drawn from, relative to the results directory.
+
+        A run in ``logs`` that ended with non-finite numbers is a result: it has a failure.json instead of
+        a summary, and nothing of the checkpoints after it.
+        """
         first = self.first_seed
         files = [
             "data/data.json",
@@ -255,15 +260,30 @@ class Plan:
             files.append(f"probes/{route}/s{first}.json")
             for seed in self.study.seeds:
                 run = f"runs/{route}/s{seed}"
-                files += [f"{run}/{name}" for name in ("manifest.json", "metrics.parquet", "summary.json")]
-                files += [f"validation/{route}/s{seed}/step-{cut:08d}.json" for cut in self.study.all_cuts]
-                files.append(f"downstream/{route}/s{seed}.json")
+                end = _failed_at(Path(logs) / run) if logs else None
+                ending = "summary.json" if end is None else "failure.json"
+                files += [f"{run}/{name}" for name in ("manifest.json", "metrics.parquet", ending)]
+                cuts = [cut for cut in self.study.all_cuts if end is None or cut < end]
+                files += [f"validation/{route}/s{seed}/step-{cut:08d}.json" for cut in cuts]
+                if self.study.downstream.step in cuts:
+                    files += [f"downstream/{route}/s{seed}.{kind}" for kind in ("json", "items.parquet")]
         traces = ("scale_rounding", "scaling_domains", "weight_2d", "execution_routes")
         return files + [f"traces/{name}.csv" for name in traces]
 
     def missing_logs(self, logs: str | Path) -> list[str]:
         """The ``log_files`` that ``logs`` does not hold."""
-        return [name for name in self.log_files() if not (Path(logs) / name).is_file()]
+        return [name for name in self.log_files(logs) if not (Path(logs) / name).is_file()]
+
+
+def _failed_at(run: Path) -> int | None:
+    """Step at which a run ended with non-finite numbers; None when it did not, or that is unreadable."""
+    if (run / "summary.json").is_file() or not (run / "failure.json").is_file():
+        return None
+    try:
+        step = json.loads((run / "failure.json").read_text(encoding="utf-8"))["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def missing_logs_message(logs: str, missing: list[str], shown: int = 20) -> str:

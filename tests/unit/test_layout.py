@@ -35,11 +35,12 @@ NEVER = {
     "figures": {"torch", "transformers", "lm_eval"},
     "workflow": {"torch", "numpy", "pandas"},
 }
-TOP = set(
-    ".ci .gitignore CHANGELOG.md CITATION.cff CONTRIBUTING.md LICENSE Makefile README.md Snakefile docs "
-    "environment.yml eval figures fp4core local pyproject.toml recipes requirements-nodeps.txt "
-    "requirements.txt schemas slurm tests workflow".split()
-)
+TOP = {
+    *(".ci", ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile"),
+    *("README.md", "Snakefile", "docs", "environment.yml", "eval", "figures", "fp4core", "local"),
+    *("pyproject.toml", "recipes", "requirements-nodeps.txt", "requirements.txt", "schemas", "slurm"),
+    *("tests", "workflow"),
+}
 TEXT = {".py", ".smk", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".csv", ".cff", ""}
 
 

@@ -57,3 +57,19 @@ def test_every_missing_log_is_in_one_error_and_no_job(project, logs, tmp_path):
     assert f"from_logs={folder}: 3 logs are missing and nothing is run in their place" in done.stdout
     assert all(f"\n  {name}\n" in done.stdout for name in gone)
     assert project.calls() == []
+
+
+def test_diverged_run_is_a_result_not_a_missing_log(logs, project, tmp_path):
+    folder = tmp_path / "logs"
+    shutil.copytree(logs, folder)
+    run = folder / "runs" / "mxfp4_sr" / "s0"
+    (run / "summary.json").unlink()
+    (run / "failure.json").write_text('{"step": 15}', encoding="utf-8")
+    (folder / "validation" / "mxfp4_sr" / "s0" / "step-00000020.json").unlink()
+    settings = {"study": str(project.study()), "recipes": str(project.folder / "recipes")}
+    files = recipe.make_plan({**settings, "from_logs": str(folder)})[1].log_files(folder)
+    assert "runs/mxfp4_sr/s0/failure.json" in files
+    assert "validation/mxfp4_sr/s0/step-00000010.json" in files
+    (folder / "validation" / "mxfp4_sr" / "s0" / "step-00000010.json").unlink()
+    with pytest.raises(ValueError, match="validation/mxfp4_sr/s0/step-00000010.json"):
+        recipe.make_plan({**settings, "from_logs": str(folder)})

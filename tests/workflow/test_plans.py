@@ -95,7 +95,7 @@ def test_bound_report_study_plans_a_job_per_cut(tmp_path):
         ("studdy=smoke", "--config: studdy: unknown key; allowed: study, from_logs, recipes, "),
         ("study=smok", "study 'smok': unknown; allowed: h200, report, smoke; did you mean 'smoke'?"),
         ("recipes=nowhere", "nowhere: no recipes here: needed a folder that holds routes/"),
-        ("from_logs=nowhere", "from_logs=nowhere: 104 logs are missing and nothing is run in their place"),
+        ("from_logs=nowhere", "from_logs=nowhere: 116 logs are missing and nothing is run in their place"),
     ],
     ids=["unknown key", "unknown study", "no recipes", "no logs"],
 )  # fmt: skip
