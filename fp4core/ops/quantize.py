@@ -111,7 +111,8 @@ def _check_input(x: torch.Tensor, fmt: formats.Format | None, transposed: bool) 
         )
     if transposed and x.dim() < 2:
         raise ValueError(f"quantize: transposed needs at least two axes; got shape {tuple(x.shape)}")
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    # quantisers are no part of an autograd graph; linears define their own backward
+    return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _check_rounding(rounding: str, key: SRKey | None) -> SRKey | None:

@@ -63,6 +63,13 @@ def test_inputs_are_not_changed_and_may_be_strided():
     assert torch.equal(x, before)
 
 
+def test_quantisers_stay_out_of_autograd():
+    w = torch.randn(64, 96, requires_grad=True)
+    assert same(fp4core.quantize(w, "mxfp4_w2d"), fp4core.quantize(w.detach(), "mxfp4_w2d"))
+    assert not fake_quant(w, Operand("mxfp4_w2d", "nearest", "none")).requires_grad
+    assert not fp4core.quantize(w, "nvfp4").dequantize().requires_grad
+
+
 @pytest.mark.parametrize("columns", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", formats.names())
