@@ -90,13 +90,12 @@ def run(job: jobs.Job) -> Path:
     """Measure the study's batches and write dgrad/s<seed>.json; returns its path."""
     import torch
 
-    from fp4core.model import build_model, load_weights
+    from fp4core.model import build_model
     from fp4core.recipe import load_recipe
 
     config = job.study.dgrad
     out = job.results / "dgrad" / f"s{job.seed}.json"
     manifest, checkpoint = job.manifest(), job.checkpoint(config.step)
-    checkpoint.verify()
     device, described = jobs.pick_device(job.study)
     tokens = stream.validation(job)
     if config.sequence > tokens.rows.shape[1] - 1 or config.batches > len(tokens.rows):
@@ -105,8 +104,8 @@ def run(job: jobs.Job) -> Path:
             f"has {tokens.rows.shape[0]} sequences of {tokens.rows.shape[1] - 1}; lower dgrad.sequence "
             "or dgrad.batches"
         )
-    model_config, state = load_weights(checkpoint.path)
-    model = build_model(model_config, load_recipe("bf16"), device)
+    model_config, state = checkpoint.weights()
+    model = build_model(model_config, load_recipe("bf16"), device, seed=None)
     model.load_state_dict(state)
     rows = []
     for batch in range(config.batches):

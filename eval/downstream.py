@@ -20,6 +20,8 @@ from fp4core.recipe import load_inputs
 SCHEMA = "fp4core.downstream"
 SEED = 1234  # of the choice of a subset, of held-out shots and of lm-eval's draw of shots
 DTYPE = "bfloat16"
+# of the gate's record, repeated here so that a score's own record proves that it was gated
+GATE_FIELDS = ("passed", "inv_freq_sha256", "probe", "exported_error", "exported_bound", "native_error")
 
 
 def select(study: jobs.recipes.Study, inputs: Path) -> dict[str, benchmarks.Selection]:
@@ -74,6 +76,7 @@ def run(job: jobs.Job, *, inputs_file: Path = Path("inputs.yaml")) -> Path:
             SCHEMA, "downstream", device=record.pop("device"), backend=gate["backend"], inputs=inputs
         ),
         **record,
+        "gate": {key: gate[key] for key in GATE_FIELDS},
         "evaluation_files": files,
         "items_sha256": records.sha256_file(path),
         "seconds": time.perf_counter() - started,

@@ -38,7 +38,7 @@ def write_directory(
     """Write everything but the gate into the existing directory `out`."""
     from tokenizers import Tokenizer
 
-    from fp4core.model.interop import hf_config_dict
+    from fp4core.model import hf_config_dict
 
     token = Tokenizer.from_file(str(tokenizer)).id_to_token(end_of_text)
     if token is None:
@@ -112,8 +112,7 @@ def run(job: jobs.Job, step: int, out: Path) -> dict[str, Any]:
     """
     import torch
 
-    from fp4core.model import load_weights
-    from fp4core.model.rope import rope_inv_freq
+    from fp4core.model import rope_inv_freq
 
     manifest, checkpoint = job.manifest(), job.checkpoint(step)
     tokenizer, tokenizer_sha256 = job.data_file("tokenizer.json")
@@ -122,9 +121,8 @@ def run(job: jobs.Job, step: int, out: Path) -> dict[str, Any]:
     records.archive_stale(out, job.results, recipe_hash=job.recipe.hash, stage_hash=stage_hash)
     if (kept := _kept(out, inputs)) is not None:
         return kept
-    checkpoint.verify()
     device, described = jobs.pick_device(job.study)
-    config, state = load_weights(checkpoint.path)
+    config, state = checkpoint.weights()
     weights = {name: tensor.to(torch.bfloat16) for name, tensor in state.items()}
     end_of_text = job.data()["tokenizer"]["end_of_text"]
     work = out.with_name(f".{out.name}.part")

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval import oracle
 from fp4core.recipe import ModelConfig
 
 if TYPE_CHECKING:
@@ -76,6 +75,8 @@ def check(
         longest_used: tokens of the longest training sequence or scored prompt.
     """
     import torch
+
+    from eval import oracle
 
     failures: list[str] = []
     tokens = probe_tokens(probe_length(config, longest_used), config.vocab).to(device)
@@ -157,6 +158,8 @@ def _load(
 
 def _check_table(table: Tensor, config: ModelConfig, failures: list[str]) -> None:
     """Training's own frequencies against the formula in FP64: a dozen FP32 roundings at most."""
+    from eval import oracle
+
     true = oracle.inv_freq(config.rope, config.head_dim)
     worst = ((table.cpu().double() - true) / true).abs().max().item()
     if not worst <= 16 * _UNIT:

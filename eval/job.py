@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import platform
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,11 @@ class Job:
                     f"{path}: {key} is {manifest.get(key)}, the study's is {value}; "
                     "the run was trained under another configuration, train the route again"
                 )
+        if manifest.get("data_sha256") != self.data()["data_sha256"]:
+            raise ValueError(
+                f"{path}: trained on data {manifest.get('data_sha256')}, data.json says "
+                f"{self.data()['data_sha256']}; train the route again or restore its data"
+            )
         return manifest
 
     def checkpoint(self, step: int) -> Checkpoint:
@@ -119,6 +126,15 @@ class Checkpoint:
             if found != expected:
                 raise ValueError(f"{path}: sha256 expected {expected}, found {found}; restore the checkpoint")
 
+    def weights(self) -> tuple[recipes.ModelConfig, dict[str, Any]]:
+        """(ModelConfig, state dict of the FP32 master weights on the CPU), after `verify`."""
+        from fp4core.model import load_weights
+
+        self.verify()
+        with warnings.catch_warnings():  # one process reads alone, on purpose
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            return load_weights(self.path)
+
 
 def add_arguments(parser: argparse.ArgumentParser, *, route: bool = True) -> None:
     """--study --route --seed --results --recipes --done, as every stage takes them."""
@@ -149,8 +165,6 @@ def parse_steps(text: str, cuts: list[int]) -> list[int]:
 
 def pick_device(study: recipes.Study) -> tuple[str, dict[str, str]]:
     """(torch device, {name, kind} for records) as the study's train.device asks for."""
-    import platform
-
     import torch
 
     wanted = study.train.device
@@ -159,4 +173,14 @@ def pick_device(study: recipes.Study) -> tuple[str, dict[str, str]]:
     if wanted != "cpu" and torch.cuda.is_available():
         return "cuda", {"name": torch.cuda.get_device_name(), "kind": "cuda"}
     torch.set_num_threads(study.train.threads)
-    return "cpu", {"name": platform.processor() or platform.machine(), "kind": "cpu"}
+    return "cpu", {"name": _cpu_name(), "kind": "cpu"}
+
+
+def _cpu_name() -> str:
+    """The processor's model name, or its architecture where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -86,14 +86,13 @@ def _score(
     found: stream.Stream,
     inputs: dict[str, str],
 ) -> dict[str, Any]:
-    from fp4core.model import build_model, load_weights
+    from fp4core.model import build_model
     from fp4core.recipe import load_recipe
 
     started = time.perf_counter()
     device, described = jobs.pick_device(job.study)
-    checkpoint.verify()
-    config, state = load_weights(checkpoint.path)
-    model = build_model(config, load_recipe(RECIPE), device)
+    config, state = checkpoint.weights()
+    model = build_model(config, load_recipe(RECIPE), device, seed=None)
     model.load_state_dict(state)
     model.eval()
     values = sequence_nll(model, found.rows, batch=job.study.validation.batch, device=device)
