@@ -1,0 +1,48 @@
+"""Sentences that captions share: device, scale, seeds, and what the published numbers were measured on."""
+
+from __future__ import annotations
+
+from figures import published
+from figures.data import Tidy
+from figures.numbers import count
+
+
+def setting(tidy: Tidy) -> str:
+    """'Measured: <scale>, on <device> (<backend> backend), study smoke.'"""
+    meta = tidy.meta
+    parts = [meta.get("scale") or meta.get("description") or "scale not recorded"]
+    device = meta.get("device") or "device not recorded"
+    if meta.get("backend"):
+        device += f" ({meta['backend']} backend)"
+    parts.append(f"on {device}")
+    return f"Measured in study {meta.get('study', '?')}: {', '.join(parts)}."
+
+
+def seeds(tidy: Tidy, unit: str = "route") -> str:
+    """How many seeds, and what that means for the reader."""
+    n = len(tidy.seeds)
+    if n <= 1:
+        return f"One seed per {unit}: run-to-run variation was not estimated."
+    return f"{count(n, 'seed')} per {unit}: means over seeds with 95% t intervals."
+
+
+def published_setting(table: str) -> str:
+    """What the report's values of ``table`` were measured on."""
+    return f"Published (arXiv 2610.00053): {published.SETTING[table]}."
+
+
+def diverged(tidy: Tidy) -> str:
+    """Names the routes that diverged or did not finish; '' when there is none."""
+    states = {
+        slug: tidy.status[slug] for slug in tidy.ordered(tidy.status) if tidy.status[slug] != "complete"
+    }
+    if not states:
+        return ""
+    return (
+        "Not complete: " + ", ".join(f"{tidy.label(slug)} ({state})" for slug, state in states.items()) + "."
+    )
+
+
+def join(*sentences: str) -> str:
+    """The non-empty sentences, separated by spaces."""
+    return " ".join(sentence for sentence in sentences if sentence)

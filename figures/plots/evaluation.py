@@ -1,0 +1,235 @@
+"""Figures 09 and 10: validation NLL per checkpoint and downstream scores against bf16."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from figures import analysis, captions, labels, published, stats, style
+from figures.data import REFERENCE, Tidy
+from figures.numbers import as_read, count, fixed
+
+
+def data_validation(tidy: Tidy) -> pd.DataFrame:
+    return analysis.validation(tidy)
+
+
+def caption_validation(tidy: Tidy) -> str:
+    frame = analysis.validation(tidy)
+    raw = tidy.table("validation")
+    paired = int(frame["paired"].max())
+    difference = (
+        f"(b) Difference to BF16 on the same {paired:,} sequences, with 95% paired t intervals."
+        if paired
+        else "(b) Difference to BF16; the inputs hold no per-sequence losses, so no interval is known."
+    )
+    streams = raw["stream_sha256"].dropna().unique()
+    return captions.join(
+        f"(a) Mean NLL on the fixed validation stream ({int(raw['sequences'].max()):,} sequences, "
+        f"{int(raw['tokens'].max()):,} targets) at every checkpoint, with 95% sequence-level intervals; "
+        "routes are shifted sideways within a checkpoint. The intervals of (a) are wide because sequences "
+        "differ among themselves; they do not compare routes.",
+        difference,
+        "Labels: value at the last checkpoint.",
+        captions.setting(tidy),
+        captions.seeds(tidy),
+        f"Stream SHA-256 {streams[0][:12]}." if len(streams) == 1 else "",
+        captions.diverged(tidy),
+    )
+
+
+def _limits(tidy: Tidy, frame: pd.DataFrame, columns: tuple[str, ...]) -> tuple[float, float]:
+    sound = frame[frame["route"].map(lambda r: tidy.status.get(r) != "diverged")]
+    values = (sound if len(sound) else frame)[list(columns)].to_numpy(float)
+    values = values[np.isfinite(values)]
+    low, high = (values.min(), values.max()) if values.size else (0.0, 1.0)
+    pad = 0.05 * ((high - low) or 1.0)
+    return low - pad, high + pad
+
+
+def draw_validation(tidy: Tidy) -> Figure:
+    frame, looks = analysis.validation(tidy), style.looks(tidy)
+    routes = tidy.ordered(frame["route"])
+    others = [
+        r for r in routes if r != REFERENCE and frame.loc[frame["route"] == r, "difference"].notna().any()
+    ]
+    if others:
+        figure, grid = style.new(
+            style.PAGE,
+            3.4,
+            1,
+            2,
+            margins=(0.42, 1.42, 0.5, 0.2),
+            width_ratios=(1, 0.92),
+            wspace=2 * 1.95 / (5.16 - 1.95),
+        )
+        left, right = grid[0]
+    else:
+        figure, grid = style.new(style.COLUMN, 2.9, margins=(0.42, 1.45, 0.5, 0.2))
+        left, right = grid[0, 0], None
+    steps = sorted(frame["step"].unique())
+    span = max(steps) - min(steps) or max(steps) or 1
+    gap = min(np.diff(steps).min() if len(steps) > 1 else span, span)
+    first = steps[1] if len(steps) > 2 else steps[0]
+    late = frame[frame["step"] >= first]
+    left.set_ylim(*_limits(tidy, late, ("low", "high", "nll")))
+    _points(
+        tidy, left, frame, routes, gap, ("nll", "low", "high"), looks, value=lambda v: fixed(as_read(v), 6)
+    )
+    left.set_ylabel("validation NLL (nats/token)")
+    style.panel(left, "a")
+    if right is not None:
+        right.axhline(0, color="black", lw=0.8)
+        columns = ("difference", "difference_low", "difference_high")
+        low, high = _limits(tidy, late, columns)
+        right.set_ylim(min(low, -0.03 * (high - low)), max(high, 0.03 * (high - low)))
+        _points(tidy, right, frame, others, gap, columns, looks, value=lambda v: fixed(v, 4, signed=True))
+        right.set_ylabel("NLL − NLL of BF16 (nats/token)")
+        style.panel(right, "b")
+    for axes in (left, right):
+        if axes is not None:
+            axes.set_xlabel("checkpoint (step)")
+    return figure
+
+
+def _points(tidy: Tidy, axes, frame, routes, gap, columns, looks, value) -> None:
+    """Dodged points with intervals and thin lines; labels at the last checkpoint."""
+    middle, low, high = columns
+    steps = sorted(frame["step"].unique())
+    width = 0.5 * gap
+    axes.set_xlim(min(steps) - 0.6 * width - 0.02 * max(steps), max(steps) + 0.6 * width + 0.02 * max(steps))
+    entries = []
+    for place, route in enumerate(routes):
+        look = looks.get(route) or style.look(route)
+        mine = frame[(frame["route"] == route) & frame[middle].notna()].sort_values("step")
+        if mine.empty:
+            continue
+        shift = width * (place / max(1, len(routes) - 1) - 0.5)
+        x = mine["step"] + shift
+        axes.plot(x, mine[middle], color=look.color, ls=look.dash, lw=0.6, alpha=0.6)
+        axes.vlines(x, mine[low], mine[high], color=look.color, lw=0.7)
+        axes.plot(x, mine[middle], look.marker, color=look.color, ms=2.8, mew=0)
+        end = mine.iloc[-1]
+        text = f"{look.short} {value(float(end[middle]))}"
+        if end["step"] != max(steps):
+            text = f"{look.short}, step {int(end['step']):,}: {value(float(end[middle]))}"
+            if tidy.status.get(route) == "diverged":
+                text = f"{look.short} diverged"
+        entries.append(
+            {
+                "x": end["step"] + shift,
+                "y": end[middle],
+                "text": text,
+                "color": look.color,
+                "marker": look.marker,
+            }
+        )
+    ticks = list(steps)
+    axes.set_xticks(ticks, [f"{s:,}" for s in ticks], rotation=45 if len(ticks) > 3 else 0)
+    if len(ticks) > 3:
+        for tick in axes.get_xticklabels():
+            tick.set(ha="right", rotation_mode="anchor")
+    labels.at_ends(axes, entries)
+
+
+def data_downstream(tidy: Tidy) -> pd.DataFrame:
+    """Points against bf16, measured (with the paired 95% interval) and published."""
+    frame = analysis.downstream(tidy)
+    frame = frame[frame["primary"]].copy()
+    given, guessing = [], []
+    for row in frame.itertuples():
+        key = f"{row.task}/{row.metric}"
+        value = published.number("table08_downstream", row.route, key)
+        reference = published.number("table08_downstream", REFERENCE, key)
+        items = published.number("table08_downstream", "", f"{row.task}/items")
+        given.append(np.nan if value is None or reference is None else 100 * (value - reference))
+        guessing.append(bool(value is not None and items and stats.at_chance(value, int(items), row.chance)))
+    frame["published_difference"], frame["published_at_chance"] = given, guessing
+    columns = ["task", "metric", "route", "n", "value", "chance", "at_chance", "difference", "difference_low"]
+    return frame[[*columns, "difference_high", "p_holm", "published_difference", "published_at_chance"]]
+
+
+def caption_downstream(tidy: Tidy) -> str:
+    frame = analysis.downstream(tidy)
+    frame = frame[frame["primary"]]
+    sizes = ", ".join(
+        f"{analysis.TASKS.get(task, (task,))[0]} {count(int(n), 'item')}"
+        for task, n in frame.groupby("task", sort=False)["n"].first().items()
+    )  # fmt: skip
+    return captions.join(
+        f"Score minus the score of BF16, in percentage points. Top: measured on {sizes}, with 95% paired "
+        "intervals. Bottom: published, one trajectory per route, no interval given. Hollow: the score "
+        "itself is indistinguishable from guessing.",
+        captions.setting(tidy),
+        captions.seeds(tidy),
+        captions.published_setting("table08_downstream"),
+    )
+
+
+def draw_downstream(tidy: Tidy) -> Figure:
+    frame, looks = data_downstream(tidy), style.looks(tidy)
+    tasks = list(dict.fromkeys(frame["task"]))
+    routes = [r for r in tidy.ordered(frame["route"]) if r != REFERENCE]
+    if not routes:
+        routes = tidy.ordered(frame["route"])
+    lane = 0.155
+    height = 2 * lane * len(routes) + 1.25
+    figure, grid = style.new(
+        style.PAGE, height, 2, len(tasks), margins=(1.1, 0.42, 0.36, 0.34), wspace=0.42,
+        hspace=0.5 / (lane * len(routes)),
+        sharey=True,
+    )  # fmt: skip
+    rows = (("difference", "measured"), ("published_difference", "published"))
+    for line, (column, title) in enumerate(rows):
+        for place, task in enumerate(tasks):
+            axes = grid[line, place]
+            mine = frame[frame["task"] == task].set_index("route")
+            known = mine.loc[[r for r in routes if r in mine.index], column].dropna()
+            axes.axvline(0, color="black", lw=0.8)
+            for route, value in known.items():
+                look = looks.get(route) or style.look(route)
+                y, row = routes.index(route), mine.loc[route]
+                hollow = bool(row["published_at_chance" if line else "at_chance"])
+                if line == 0 and np.isfinite(row["difference_low"]):
+                    axes.hlines(y, row["difference_low"], row["difference_high"], color=look.color, lw=0.9)
+                axes.plot(
+                    value,
+                    y,
+                    look.marker,
+                    ms=3.8,
+                    mew=0.7,
+                    mec=look.color,
+                    mfc="white" if hollow else look.color,
+                )
+                axes.text(
+                    1.02, y, fixed(value, 2, signed=True), transform=axes.get_yaxis_transform(), fontsize=6,
+                    va="center", ha="left", color=style.GREY,
+                )  # fmt: skip
+            axes.set_ylim(len(routes) - 0.4, -0.6)
+            axes.set_yticks(range(len(routes)), [(looks.get(r) or style.look(r)).short for r in routes])
+            axes.tick_params(axis="y", length=0)
+            axes.spines["left"].set_visible(False)
+            axes.grid(axis="y", color=style.FAINT, lw=0.3)
+            axes.set_axisbelow(True)
+            edges = [known.min() if len(known) else 0, known.max() if len(known) else 0, 0]
+            if line == 0 and len(known):
+                edges += [
+                    mine.loc[known.index, "difference_low"].min(),
+                    mine.loc[known.index, "difference_high"].max(),
+                ]
+            reach = np.nanmax(np.abs(edges)) * 1.08 or 1.0
+            axes.set_xlim(-reach, reach)
+            name = analysis.TASKS.get(task, (task, ""))[0]
+            axes.set_title(name if line == 0 else "", pad=4)
+            axes.set_xlabel(f"{title} (points)", labelpad=2)
+            if not len(known):
+                axes.set_xticks([])
+                axes.text(
+                    0,
+                    (len(routes) - 1) / 2,
+                    "not published" if line else "no BF16 score",
+                    ha="center",
+                    fontsize=6.5,
+                )
+    return figure

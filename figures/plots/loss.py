@@ -1,0 +1,286 @@
+"""Figures 07 and 08: training loss (EMA over 31 logged points), relative difference to bf16, raw
+endpoints."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from figures import analysis, captions, labels, stats, style
+from figures.data import REFERENCE, Tidy
+from figures.numbers import fixed
+
+SPARSE = 120
+POINTS = 700
+
+
+def _curves(tidy: Tidy) -> dict[str, pd.DataFrame]:
+    """Per route: step, ema (mean over seeds), low, high (seed interval), raw, relative, relative_low,
+    relative_high.
+
+    The relative difference is 100 (L_bf16 - L) / L_bf16 of the EMA at the steps that both routes logged,
+    paired by
+    seed. Histories of fewer than 120 points, where others have more, are not smoothed: their ema is the
+    raw loss.
+    """
+    if "loss_curves" in tidy.cache:
+        return tidy.cache["loss_curves"]  # type: ignore[return-value]
+    frame = tidy.table("losses")
+    counts = frame.groupby(["route", "seed"]).size()
+    sparse_limit = SPARSE if counts.max() > 2 * SPARSE else 0
+    smooth: dict[str, dict[int, pd.Series]] = {}
+    raw: dict[str, pd.DataFrame] = {}
+    for (route, seed), group in frame.sort_values("step").groupby(["route", "seed"], sort=False):
+        group = group[np.isfinite(group["loss"])]
+        if group.empty:
+            continue
+        values = group["loss"] if len(group) < sparse_limit else stats.ema(group["loss"])
+        smooth.setdefault(route, {})[int(seed)] = pd.Series(
+            np.asarray(values), index=group["step"].to_numpy()
+        )
+        raw[route] = group[["step", "loss"]]
+    reference = smooth.get(REFERENCE, {})
+    result = {}
+    for route in tidy.ordered(smooth):
+        per_seed = pd.DataFrame(smooth[route])
+        shared = [seed for seed in per_seed if seed in reference]
+        relative = pd.DataFrame(
+            {s: (100 * (reference[s] - per_seed[s]) / reference[s]).dropna() for s in shared}
+        ).reindex(per_seed.index)
+        out = pd.DataFrame({"step": per_seed.index, "ema": per_seed.mean(axis=1).to_numpy()})
+        out["low"], out["high"] = _band(per_seed)
+        out["relative"] = relative.mean(axis=1).to_numpy() if shared else np.nan
+        out["relative_low"], out["relative_high"] = _band(relative) if shared else (np.nan, np.nan)
+        out["sparse"] = len(out) < sparse_limit
+        result[route] = out.reset_index(drop=True)
+    tidy.cache["loss_curves"] = result
+    return result
+
+
+def _band(per_seed: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """95% t interval over seeds at every step; NaN with one seed."""
+    from scipy.stats import t
+
+    n = per_seed.count(axis=1).to_numpy()
+    mean, deviation = per_seed.mean(axis=1).to_numpy(), per_seed.std(axis=1, ddof=1).to_numpy()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        half = t.ppf(0.975, np.maximum(n - 1, 1)) * deviation / np.sqrt(n)
+    half = np.where(n > 1, half, np.nan)
+    return mean - half, mean + half
+
+
+def _thinned(curve: pd.DataFrame) -> pd.DataFrame:
+    keep = stats.thin(np.arange(len(curve)), POINTS)
+    return curve.iloc[keep]
+
+
+def data_loss(tidy: Tidy) -> pd.DataFrame:
+    """What the figure plots: at most 700 points per route, EMA taken over all points before."""
+    frames = [_thinned(curve).assign(route=route) for route, curve in _curves(tidy).items()]
+    columns = ["route", "step", "ema", "low", "high", "relative", "relative_low", "relative_high", "sparse"]
+    return pd.concat(frames)[columns].reset_index(drop=True)
+
+
+def data_zoom(tidy: Tidy) -> pd.DataFrame:
+    """The last quarter of the steps, thinned after the cut."""
+    curves = _curves(tidy)
+    start = _zoom_start(curves)
+    frames = [_thinned(curve[curve["step"] >= start]).assign(route=route) for route, curve in curves.items()]
+    return pd.concat(frames)[["route", "step", "ema", "low", "high", "sparse"]].reset_index(drop=True)
+
+
+def _zoom_start(curves: dict[str, pd.DataFrame]) -> float:
+    return 0.75 * max(curve["step"].max() for curve in curves.values())
+
+
+def _bands_note(tidy: Tidy) -> str:
+    return "Bands: 95% t intervals over seeds." if len(tidy.seeds) > 1 else ""
+
+
+def _sparse_note(tidy: Tidy) -> str:
+    sparse = [route for route, curve in _curves(tidy).items() if curve["sparse"].any()]
+    if not sparse:
+        return ""
+    named = ", ".join(f"{tidy.label(r)} ({len(_curves(tidy)[r])} points)" for r in sparse)
+    return f"Sparse histories are drawn as points with a LOWESS guide that no number uses: {named}."
+
+
+def caption_loss(tidy: Tidy) -> str:
+    return captions.join(
+        "(a) Training loss, exponential moving average over 31 logged points (EMA-31). (b) Relative "
+        "difference 100 (L_BF16 − L)/L_BF16 of the EMA-31 losses, thin, with LOWESS as a visual guide "
+        "only, thick; below zero is worse than BF16. (c) The same of the raw losses at the last shared "
+        "step, in percent.",
+        captions.setting(tidy),
+        captions.seeds(tidy),
+        _bands_note(tidy),
+        _sparse_note(tidy),
+        captions.diverged(tidy),
+    )
+
+
+def caption_zoom(tidy: Tidy) -> str:
+    return captions.join(
+        "Training loss over the last quarter of the steps, EMA-31. Labels in the order of the curves' ends.",
+        captions.setting(tidy),
+        captions.seeds(tidy),
+        _bands_note(tidy),
+        _sparse_note(tidy),
+        captions.diverged(tidy),
+    )
+
+
+def _sound(tidy: Tidy, curves: dict[str, pd.DataFrame]) -> list[str]:
+    """Routes that set the axis limits: those that did not diverge."""
+    good = [route for route in curves if tidy.status.get(route) != "diverged"]
+    return good or list(curves)
+
+
+def _draw_curve(axes, curve: pd.DataFrame, look: style.Look, place: int) -> None:
+    """One EMA curve with a few markers, staggered by route; points and LOWESS for a sparse one."""
+    curve = _thinned(curve)
+    if curve["sparse"].any():
+        axes.plot(curve["step"], curve["ema"], look.marker, ms=1.6, color=look.color, alpha=0.6, mew=0)
+        axes.plot(*stats.lowess(curve["step"], curve["ema"]), color=look.color, lw=0.8, ls=look.dash)
+        return
+    if curve["low"].notna().any():
+        axes.fill_between(curve["step"], curve["low"], curve["high"], color=look.color, alpha=0.15, lw=0)
+    every = max(1, len(curve) // 6)
+    start = (place * every // 12) % every
+    axes.plot(
+        curve["step"], curve["ema"], color=look.color, ls=look.dash, lw=0.9, marker=look.marker, ms=2.6,
+        markevery=(start, every), mew=0.4,
+    )  # fmt: skip
+
+
+def draw_loss(tidy: Tidy) -> Figure:
+    curves, looks = _curves(tidy), style.looks(tidy)
+    if REFERENCE not in curves:
+        return _draw_without_reference(tidy, curves, looks)
+    figure, grid = style.new(
+        style.PAGE, 3.2, 1, 3, margins=(0.47, 1.5, 0.36, 0.2), width_ratios=(1, 1, 0.22), wspace=0.26
+    )
+    left, middle, right = grid[0]
+    box_m, box_r = middle.get_position(), right.get_position()
+    right.set_position([box_m.x1 + 0.014, box_r.y0, box_r.x1 - box_m.x1 - 0.014, box_r.height])
+    sound = _sound(tidy, curves)
+    last = max(curve["step"].max() for curve in curves.values())
+    for place, (route, curve) in enumerate(curves.items()):
+        look = looks.get(route) or style.look(route)
+        _draw_curve(left, curve, look, place)
+        if route == REFERENCE:
+            middle.axhline(0, color=look.color, lw=1.1)
+            continue
+        thin = _thinned(curve)
+        if thin["relative_low"].notna().any():
+            middle.fill_between(
+                thin["step"], thin["relative_low"], thin["relative_high"], color=look.color, alpha=0.12, lw=0
+            )
+        middle.plot(thin["step"], thin["relative"], color=look.color, lw=0.5, alpha=0.4)
+        guide = stats.lowess(thin["step"], thin["relative"])
+        middle.plot(*guide, color=look.color, ls=look.dash, lw=1.1)
+    late = [c.loc[c["step"] >= 0.1 * last, "ema"] for r, c in curves.items() if r in sound]
+    low, high = min(s.min() for s in late), max(s.max() for s in late)
+    left.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
+    ends = analysis.endpoint(tidy)
+    shown = [c.loc[c["step"] >= 0.1 * last, "relative"].dropna() for r, c in curves.items() if r in sound]
+    values = np.concatenate(
+        [*shown, -ends.loc[[r for r in sound if r in ends.index], "excess"].dropna(), [0.0]]
+    )
+    low, high = values.min(), values.max()
+    pad = 0.06 * (high - low or 1)
+    middle.set_ylim(low - pad, high + pad)
+    for axes in (left, middle):
+        axes.set_xlim(0, last)
+        axes.set_xlabel("optimizer step")
+    left.set_ylabel("training loss, EMA-31 (nats/token)")
+    middle.set_ylabel(r"$100\,(L_{\mathrm{BF16}} - L)\,/\,L_{\mathrm{BF16}}$ (%)", labelpad=1)
+    style.panel(left, "a")
+    style.panel(middle, "b")
+    _endpoints(tidy, right, middle.get_ylim(), ends, looks)
+    return figure
+
+
+def _endpoints(tidy: Tidy, axes, limits: tuple[float, float], ends: pd.DataFrame, looks) -> None:
+    """Markers at minus the endpoint excess, with the seed interval and labels to the right."""
+    axes.set_ylim(limits)
+    axes.set_xlim(-1, 1)
+    axes.set_xticks([])
+    axes.tick_params(axis="y", left=False, labelleft=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    style.panel(axes, "c", "endpoint")
+    axes.axhline(0, color="black", lw=0.5)
+    entries = []
+    for place, (route, row) in enumerate(ends.iterrows()):
+        look = looks.get(route) or style.look(route)
+        x = 1.7 * (place + 0.5) / len(ends) - 0.85
+        if not np.isfinite(row["excess"]):
+            text = f"{look.short} {tidy.status.get(route, 'no endpoint')}"
+            entries.append({"x": 1, "y": limits[0], "text": text, "color": look.color, "marker": look.marker})
+            continue
+        y = -row["excess"]
+        if np.isfinite(row["excess_low"]):
+            axes.plot([x, x], [-row["excess_high"], -row["excess_low"]], color=look.color, lw=0.8)
+        inside = limits[0] <= y <= limits[1]
+        axes.plot(
+            x, np.clip(y, *limits), look.marker if inside else "v", color=look.color, ms=3.6, clip_on=False
+        )
+        text = look.short if route == REFERENCE else f"{look.short} {fixed(y, 2, signed=True)}"
+        entries.append({"x": x, "y": y, "text": text, "color": look.color})
+    labels.at_ends(axes, entries, offset=1, reach=8)
+
+
+def _draw_without_reference(tidy: Tidy, curves, looks) -> Figure:
+    """Losses alone: without bf16 there is nothing to compare with."""
+    figure, grid = style.new(style.COLUMN, 2.8, margins=(0.42, 1.15, 0.36, 0.1))
+    _draw_ends(tidy, grid[0, 0], curves, looks, 0.0)
+    return figure
+
+
+def draw_zoom(tidy: Tidy) -> Figure:
+    curves, looks = _curves(tidy), style.looks(tidy)
+    figure, grid = style.new(style.COLUMN, 2.9, margins=(0.46, 1.38, 0.36, 0.08))
+    _draw_ends(tidy, grid[0, 0], curves, looks, _zoom_start(curves))
+    return figure
+
+
+def _draw_ends(tidy: Tidy, axes, curves: dict[str, pd.DataFrame], looks, start: float) -> None:
+    """Curves from ``start`` with labels at their ends; limits from the routes that did not diverge."""
+    last = max(curve["step"].max() for curve in curves.values())
+    visible = {route: curve[curve["step"] >= start] for route, curve in curves.items()}
+    skip = 0.08 * last if start == 0 else 0.0
+    sound = [visible[r].loc[visible[r]["step"] >= skip, "ema"].dropna() for r in _sound(tidy, curves)]
+    values = np.concatenate(sound)
+    low, high = values.min(), values.max()
+    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    axes.set_xlim(start, last)
+    entries = []
+    for place, (route, curve) in enumerate(visible.items()):
+        look = looks.get(route) or style.look(route)
+        text, diverged = look.short, tidy.status.get(route) == "diverged"
+        if curve.empty:
+            entries.append(
+                {
+                    "x": last,
+                    "y": axes.get_ylim()[1],
+                    "text": f"{text} {tidy.status.get(route, '')}",
+                    "color": look.color,
+                }
+            )
+            continue
+        _draw_curve(axes, curve, look, place)
+        end = curve.iloc[-1]
+        entries.append(
+            {
+                "x": end["step"],
+                "y": np.clip(end["ema"], *axes.get_ylim()),
+                "text": f"{text} diverged" if diverged else text,
+                "color": look.color,
+            }
+        )
+    for entry, route in zip(entries, visible):
+        entry["marker"] = (looks.get(route) or style.look(route)).marker
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("training loss, EMA-31 (nats/token)")
+    labels.at_ends(axes, entries)

@@ -1,0 +1,94 @@
+"""A table as data: columns with their number format, rows of values, marks and notes. Renderers turn it
+into text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from figures.numbers import Value, decimal
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    key: name in the CSV file. title: header. group: header that spans neighbouring columns of the same group.
+    decimals: number column with so many decimals; None: text. signed: plus sign on positive values. best:
+    mark the
+    smallest or largest value ('min', 'max'). interval: values are (low, high); the CSV file gets key_low
+    and key_high.
+    width: share of the line for long text. csv_only: only in the CSV file.
+    """
+
+    key: str
+    title: str
+    group: str = ""
+    decimals: int | None = None
+    signed: bool = False
+    best: str | None = None
+    interval: bool = False
+    width: float | None = None
+    csv_only: bool = False
+
+    @property
+    def numeric(self) -> bool:
+        return self.decimals is not None
+
+
+@dataclass
+class Table:
+    """A finished table. rows map column keys to values (missing = blank); ``section`` names a column whose
+    changes
+    start a new block of rows under a heading; ``marks`` puts a symbol behind a cell, explained by a note."""
+
+    name: str
+    title: str
+    caption: str
+    columns: list[Column]
+    rows: list[dict[str, object]]
+    section: str | None = None
+    notes: list[str] = field(default_factory=list)
+    marks: dict[tuple[int, str], str] = field(default_factory=dict)
+    summary: set[int] = field(default_factory=set)
+
+    @property
+    def shown(self) -> list[Column]:
+        """Columns that are displayed (the section's column becomes headings)."""
+        return [column for column in self.columns if not column.csv_only and column.key != self.section]
+
+    @cached_property
+    def best(self) -> set[tuple[int, str]]:
+        """Cells that hold the best value of their column, within their section; summary rows do not
+        compete."""
+        found: set[tuple[int, str]] = set()
+        for column in self.shown:
+            if column.best is None:
+                continue
+            groups: dict[object, list[tuple[float, int]]] = {}
+            for index, row in enumerate(self.rows):
+                number = decimal(row.get(column.key))  # type: ignore[arg-type]
+                if number is not None and index not in self.summary:
+                    groups.setdefault(row.get(self.section or ""), []).append((float(number), index))
+            for cells in groups.values():
+                if len({value for value, _ in cells}) > 1:
+                    top = (min if column.best == "min" else max)(value for value, _ in cells)
+                    found |= {(index, column.key) for value, index in cells if value == top}
+        return found
+
+    @property
+    def has_blanks(self) -> bool:
+        return any(
+            is_blank(row.get(column.key))
+            for index, row in enumerate(self.rows)
+            for column in self.shown
+            if column.numeric and index not in self.summary
+        )
+
+
+def is_blank(value: Value | tuple | object) -> bool:
+    """Whether a cell has nothing to show."""
+    if isinstance(value, tuple):
+        return all(is_blank(part) for part in value)
+    return value is None or value == "" or (isinstance(value, float) and not math.isfinite(value))
