@@ -130,7 +130,9 @@ def _drop_checkpoint(project):
 
 
 @pytest.mark.parametrize(
-    "spoil", [_tamper_stream, _tamper_checkpoint, _tamper_manifest, _drop_checkpoint], ids=lambda f: f.__name__
+    "spoil",
+    [_tamper_stream, _tamper_checkpoint, _tamper_manifest, _drop_checkpoint],
+    ids=lambda f: f.__name__,
 )
 def test_wrong_bytes_are_refused_in_one_line(project, spoil, capsys):
     message = spoil(project)
