@@ -98,10 +98,10 @@ __all__ = [
     "to_dict",
 ]
 
-_ROOT = Path(__file__).resolve().parent
-_DEFAULT = next(
-    (d for d in (_ROOT.parent / "recipes", _ROOT / "recipes") if d.is_dir()), _ROOT.parent / "recipes"
-)
+_ROOT = Path(__file__).resolve().parents[1]
+# a checkout has its own recipes; an installed package has them beside its other data
+_PLACES = (_ROOT / "recipes", Path(sys.prefix) / "share" / "fp4core" / "recipes")
+_DEFAULT = next((place for place in _PLACES if (place / "routes").is_dir()), _PLACES[0])
 
 
 def recipes_dir(directory: str | Path | None = None) -> Path:
@@ -221,7 +221,7 @@ def schemas() -> dict[str, dict[str, Any]]:
 def main(argv: list[str]) -> int:
     """``python -m fp4core.recipe schemas [DIR]`` writes the schemas; ``check [DIR]`` reads every recipe."""
     if argv[:1] == ["schemas"] and len(argv) <= 2:
-        folder = Path(argv[1]) if len(argv) == 2 else _ROOT.parent / "schemas"
+        folder = Path(argv[1]) if len(argv) == 2 else _ROOT / "schemas"
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in schemas().items():
             (folder / name).write_text(

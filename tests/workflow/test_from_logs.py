@@ -71,5 +71,5 @@ def test_diverged_run_is_a_result_not_a_missing_log(logs, project, tmp_path):
     assert "runs/mxfp4_sr/s0/failure.json" in files
     assert "validation/mxfp4_sr/s0/step-00000010.json" in files
     (folder / "validation" / "mxfp4_sr" / "s0" / "step-00000010.json").unlink()
-    with pytest.raises(ValueError, match="validation/mxfp4_sr/s0/step-00000010.json"):
+    with pytest.raises(ValueError, match=r"validation/mxfp4_sr/s0/step-00000010\.json"):
         recipe.make_plan({**settings, "from_logs": str(folder)})
