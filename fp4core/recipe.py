@@ -14,9 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fp4core._recipe_inputs import Inputs, inputs_from_dict, load_inputs, missing_inputs
+from fp4core._recipe_files import BoundFiles
+from fp4core._recipe_inputs import Inputs, inputs_from_dict, load_inputs, missing_inputs, verify_binding
 from fp4core._recipe_load import ConfigError, build, fail, nearest, read_yaml, schema, to_plain
 from fp4core._recipe_plan import FIGURES, TABLES, Plan, WorkflowConfig, find_commands, missing_logs_message
+from fp4core._recipe_records import RECORDS
 from fp4core._recipe_route import (
     BlockGroup,
     Dgrad,
@@ -56,6 +58,7 @@ __all__ = [
     "TABLES",
     "TASKS",
     "BlockGroup",
+    "BoundFiles",
     "BoundaryConfig",
     "ConfigError",
     "DataConfig",
@@ -96,6 +99,7 @@ __all__ = [
     "study_from_dict",
     "study_routes",
     "to_dict",
+    "verify_binding",
 ]
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -209,12 +213,13 @@ def _find(path_or_name: str | Path, folder: str, kind: str, directory: str | Pat
 
 
 def schemas() -> dict[str, dict[str, Any]]:
-    """File name -> JSON Schema 2020-12 of everything a user writes."""
+    """File name -> JSON Schema 2020-12 of everything a user writes and of what a run writes."""
     return {
         "recipe.schema.json": schema(Recipe, "recipe", "One route: recipes/routes/ROUTE.yaml"),
         "study.schema.json": schema(Study, "study", "One study: recipes/studies/STUDY.yaml"),
         "config.schema.json": schema(WorkflowConfig, "config", "The workflow's --config"),
         "inputs.schema.json": schema(Inputs, "inputs", "Local files bound by hash: inputs.yaml"),
+        **{f"{name}.schema.json": schema(cls, name, text) for name, (cls, text) in RECORDS.items()},
     }
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
+import jsonschema
+import pyarrow.parquet
 import pytest
 import yaml
 
@@ -86,6 +89,26 @@ def test_new_route_reaches_every_output(tiny):
     for table in ("table04_recipe_ledger", "table07_endpoint_loss", "table08_downstream"):
         assert "The twelfth" in (results / "tables" / f"{table}.csv").read_text(encoding="utf-8")
     assert "The twelfth" in (results / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_records_follow_their_schemas(tiny):
+    results = tiny / "results" / "tiny"
+    schemas = recipe.schemas()
+
+    def check(name: str, record: dict) -> None:
+        errors = jsonschema.Draft202012Validator(schemas[f"{name}.schema.json"]).iter_errors(record)
+        assert [f"{error.json_path}: {error.message}" for error in errors] == []
+
+    for run in sorted((results / "runs").glob("*/s0")):
+        check("run_manifest", json.loads((run / "manifest.json").read_text(encoding="utf-8")))
+        check("run_summary", json.loads((run / "summary.json").read_text(encoding="utf-8")))
+        for row in pyarrow.parquet.read_table(run / "metrics.parquet").to_pylist():
+            check("metrics", row)
+    markers = sorted((results / "done").rglob("*.json"))
+    assert len(markers) > 10
+    for marker in markers:
+        check("marker", json.loads(marker.read_text(encoding="utf-8")))
 
 
 @pytest.mark.slow
