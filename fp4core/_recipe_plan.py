@@ -129,6 +129,11 @@ class Plan:
         return shlex.quote(self.results)
 
     @property
+    def accelerator(self) -> int:
+        """How much of this machine's accelerator a job holds: all of it, in a study that wants one."""
+        return int(self.study.train.device == "cuda")
+
+    @property
     def first_seed(self) -> int:
         """The seed of everything that is measured once: probes, diagnostics and screens."""
         return self.study.seeds[0]

@@ -14,6 +14,8 @@ rule dgrad:
         f"{RESULTS}/logs/dgrad.log",
     conda:
         "../../environment.yml"
+    resources:
+        accelerator=PLAN.accelerator,
     params:
         stale=PLAN.stale,
         study=SETTINGS.told,
@@ -35,6 +37,7 @@ rule output_head:
     conda:
         "../../environment.yml"
     resources:
+        accelerator=PLAN.accelerator,
         launch="python",
     params:
         stale=PLAN.stale,
@@ -54,6 +57,8 @@ rule boundary:
         f"{RESULTS}/logs/boundary.log",
     conda:
         "../../environment.yml"
+    resources:
+        accelerator=PLAN.accelerator,
     params:
         stale=PLAN.stale,
         study=SETTINGS.told,

@@ -10,6 +10,8 @@ rule downstream:
         f"{RESULTS}/logs/downstream/{{route}}/s{{seed}}-{{key}}.log",
     conda:
         "../../environment.yml"
+    resources:
+        accelerator=PLAN.accelerator,
     params:
         stale=PLAN.stale,
         study=SETTINGS.told,

@@ -11,6 +11,7 @@ rule probe:
     conda:
         "../../environment.yml"
     resources:
+        accelerator=PLAN.accelerator,
         launch="python",
     params:
         stale=PLAN.stale,

@@ -15,6 +15,7 @@ rule train:
     conda:
         "../../environment.yml"
     resources:
+        accelerator=PLAN.accelerator,
         runtime=10080,
         launch="python",
     params:

@@ -10,6 +10,8 @@ rule validate:
         f"{RESULTS}/logs/validation/{{route}}/s{{seed}}/{{segment}}-{{key}}.log",
     conda:
         "../../environment.yml"
+    resources:
+        accelerator=PLAN.accelerator,
     params:
         stale=PLAN.stale,
         steps=lambda w: PLAN.cuts(w.segment),
