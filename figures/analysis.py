@@ -134,8 +134,10 @@ def _sequence_differences(frame: pd.DataFrame) -> dict[tuple[str, int], stats.Es
 
 
 def last_shared_step(tidy: Tidy) -> int | None:
-    """Last step at which most routes were validated; ties go to the later step."""
-    counts = validation(tidy).dropna(subset=["nll"]).groupby("step")["route"].nunique()
+    """Last step at which most routes that did not diverge were validated; ties go to the later step."""
+    frame = validation(tidy).dropna(subset=["nll"])
+    sound = frame[frame["route"].map(lambda route: tidy.status.get(route) != "diverged")]
+    counts = (sound if len(sound) else frame).groupby("step")["route"].nunique()
     return None if counts.empty else int(max(counts.index, key=lambda step: (counts[step], step)))
 
 

@@ -85,6 +85,12 @@ def p_value(p: float | None) -> str:
     return "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
+def p_equals(p: float) -> str:
+    """'p = 0.012' or 'p < 0.001'."""
+    text = p_value(p)
+    return f"p {text[0]} {text[1:]}" if text.startswith("<") else f"p = {text}"
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """'1 seed', '3 seeds'."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"

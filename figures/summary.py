@@ -9,7 +9,7 @@ import pandas as pd
 
 from figures import analysis, published, stats
 from figures.data import REFERENCE, Tidy
-from figures.numbers import count, fixed, p_value
+from figures.numbers import count, fixed, p_equals, p_value
 from figures.tables.model import Column, Table
 
 
@@ -173,7 +173,7 @@ def ranking(tidy: Tidy) -> Statement | None:
     agrees = p < stats.ALPHA
     text = (
         f"Over the {len(pairs)} FP4 routes that the report also trained, the order of endpoint excesses has "
-        f"Kendall's τ = {tau:.2f} with the report's (p = {p_value(float(p))}): "
+        f"Kendall's τ = {tau:.2f} with the report's ({p_equals(float(p))}): "
         + (
             "the orders agree more than chance would."
             if agrees and tau > 0
@@ -291,14 +291,14 @@ def headline(tidy: Tidy) -> Table:
         columns=[
             Column("route", "Slug", csv_only=True),
             Column("label", "Route"),
-            Column("status", "Run"),
+            Column("status", "Run", csv_only=True),
+            Column("verdict", "Verdict on validation"),
             Column("ratio", "Rate, × BF16", decimals=2),
             Column("excess", "measured", "Endpoint excess %", 2, signed=True),
             Column("published_excess", "published", "Endpoint excess %", 2, signed=True),
             Column("difference", "nats/token", "Validation NLL − BF16", 4, signed=True),
             Column("interval", "95%", "Validation NLL − BF16", 4, signed=True, interval=True),
             Column("p", "p", "Validation NLL − BF16"),
-            Column("verdict", "Verdict on validation"),
         ],
         rows=rows,
         notes=["Blank: the reference itself, not measured, or not published."],

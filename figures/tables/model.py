@@ -54,6 +54,12 @@ class Table:
     summary: set[int] = field(default_factory=set)
 
     @property
+    def heading(self) -> str:
+        """'Table 6. Throughput' for table06_throughput."""
+        number = self.name[5:7]
+        return f"Table {int(number)}. {self.title}" if number.isdigit() else self.title
+
+    @property
     def shown(self) -> list[Column]:
         """Columns that are displayed (the section's column becomes headings)."""
         return [column for column in self.columns if not column.csv_only and column.key != self.section]

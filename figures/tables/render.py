@@ -116,7 +116,7 @@ def to_markdown(table: Table) -> str:
     rule = "|" + "|".join("-" * (w + 1) + (":" if r else "-") for w, r in zip(widths, right)) + "|"
     body = [row_text(header), rule, *(row_text(line) for line in lines)]
     tail = [f"- {note}" for note in notes(table)]
-    parts = [f"# {table.title}", table.caption, "\n".join(body)] + (["\n".join(tail)] if tail else [])
+    parts = [f"# {table.heading}", table.caption, "\n".join(body)] + (["\n".join(tail)] if tail else [])
     return "\n\n".join(parts) + "\n"
 
 
@@ -321,12 +321,13 @@ def to_html(table: Table) -> str:
             body.append(f"<tr{kind}>{''.join(cells)}</tr>")
     foot = "".join(f"<li>{escape(note)}</li>" for note in notes(table))
     label = escape(table.title, quote=True)
+    tall = " tall" if len(table.rows) > 30 else ""
     return "\n".join(
         [
             f'<section class="table" id="{table.name}">',
-            f"<h3>{escape(table.title)}</h3>",
+            f"<h3>{escape(table.heading)}</h3>",
             f"<p>{escape(table.caption)}</p>",
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>',
+            f'<div class="scroll{tall}" tabindex="0" role="region" aria-label="{label}"><table>',
             f"<thead>{head}</thead>",
             "<tbody>",
             *body,
