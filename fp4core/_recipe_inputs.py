@@ -1,7 +1,7 @@
-"""``inputs.yaml``: local files the project may not ship, bound by SHA-256. Schema and completeness only.
+"""``inputs.yaml``: local files the project may not ship, bound by SHA-256.
 
-Hashing and verifying the bytes is ``fp4core bind`` and the stages' own work; here a file of bindings is
-read and checked, and what a study still lacks is listed.
+A file of bindings is read and checked, what a study still lacks is listed, and a binding's bytes are verified
+where a stage uses them. ``fp4core bind`` writes the file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
-from fp4core._recipe_load import build, entry, fail, read_yaml
+from fp4core._recipe_files import BoundFiles, bound_directory, check_name, inside, verify_files
+from fp4core._recipe_load import ConfigError, build, entry, fail, read_yaml
 from fp4core._recipe_study import Study
 
 _SHA256 = "[0-9a-f]{64}"
@@ -24,6 +25,14 @@ WANTED = {
     "corpus": "the training corpus: shards of tokens",
     "validation": "the fixed validation stream",
     "evaluation": "the evaluation data: MMLU, HellaSwag, WinoGrande, ARC-Challenge",
+}
+
+# kind -> where it comes from, for whoever has none yet
+SOURCES = {
+    "tokenizer": "a tokenizer.json of the model's family, from whoever licenses it to you",
+    "corpus": "made from your documents by: python -m fp4core build-shards",
+    "validation": "made from your documents by: python -m fp4core build-validation",
+    "evaluation": "TASK/SPLIT.parquet of the public data sets, with a subject column for mmlu",
 }
 
 
@@ -40,7 +49,7 @@ class CheckpointBinding:
     """A checkpoint trained elsewhere, to be evaluated here."""
 
     directory: str = entry(doc="local path")
-    manifest: str = entry(doc="the run's manifest.json, relative to directory or absolute")
+    manifest: str = entry(doc="the run's manifest.json, relative to directory")
     route: str = entry(doc="the route it was trained with")
     step: int = entry(min=0)
     sha256: dict[str, str] = dataclasses.field(default_factory=dict, metadata=_HASHES)
@@ -83,14 +92,30 @@ def inputs_from_dict(data: Any, where: str = "inputs") -> Inputs:
             fail(where, f"{kind}.directory", f"got {binding.directory!r}, needed a local path, not a URL")
         if kind in WANTED and not binding.sha256:
             fail(where, f"{kind}.sha256", f"got no file, needed at least one; run: fp4core bind {kind} PATH")
-        for name in binding.sha256:
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                fail(
-                    where,
-                    f"{kind}.sha256.{name}",
-                    "got a path that leaves the directory, needed one inside it",
-                )
+        names = {f"sha256.{name}": name for name in binding.sha256}
+        if isinstance(binding, CheckpointBinding):
+            names["manifest"] = binding.manifest
+        for key, name in names.items():
+            if wrong := check_name(name):
+                fail(where, f"{kind}.{key}", f"got a path that {wrong}")
     return inputs
+
+
+def verify_binding(
+    kind: str, path: str | Path = "inputs.yaml", *, part: tuple[int, int] = (0, 1)
+) -> BoundFiles:
+    """The files that ``path`` binds as ``kind``, every byte compared with its SHA-256.
+
+    ``part`` = (r, n) reads only the r-th of n shares, for n processes that verify together. ConfigError
+    names the file, what was expected and what was found, or says that nothing is bound.
+    """
+    path = Path(path)
+    binding = getattr(load_inputs(path), kind) if path.is_file() else None
+    if binding is None:
+        fail(str(path), kind, f"nothing is bound; run: fp4core bind {kind} PATH")
+    directory = bound_directory(binding.directory, path)
+    verify_files(kind, directory, binding.sha256, part=part)
+    return BoundFiles(kind, directory, dict(sorted(binding.sha256.items())))
 
 
 def missing_inputs(study: Study, path: str | Path = "inputs.yaml") -> list[str]:
@@ -106,13 +131,15 @@ def missing_inputs(study: Study, path: str | Path = "inputs.yaml") -> list[str]:
     for kind, what in WANTED.items():
         binding = getattr(inputs, kind)
         if binding is None:
-            lines.append(f"{kind}: {what}; bind it: fp4core bind {kind} PATH")
+            lines.append(f"{kind}: {what}; {SOURCES[kind]}; bind it: fp4core bind {kind} PATH")
             continue
-        base = Path(binding.directory)
-        if not base.is_absolute():
-            base = path.parent / base
-        gone = [name for name in binding.sha256 if not (base / name).is_file()]
+        directory, gone = bound_directory(binding.directory, path), []
+        for name in binding.sha256:
+            try:
+                inside(directory, name)
+            except ConfigError as error:
+                gone.append(str(error))
         if gone:
-            more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
-            lines.append(f"{kind}: bound file {base / gone[0]}{more} is gone; restore it or bind again")
+            more = f" (and {len(gone) - 1} more files)" if len(gone) > 1 else ""
+            lines.append(f"{kind}: {gone[0]}{more}")
     return lines
