@@ -14,9 +14,14 @@ the data order are pure functions of (seed, step), so no random state needs keep
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
 import shutil
-from collections.abc import Callable
+import struct
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +97,11 @@ class Checkpoints:
             fqn_to_index_mapping={k: 1 if k.startswith("model.") else 2 for k in tensors},
             save_distributed=True,
         )
-        dcp.save(tensors, storage_writer=writer, no_dist=self._world.size == 1)
+        with _quiet():
+            dcp.save(tensors, storage_writer=writer, no_dist=self._world.size == 1)
         mine = sorted(work.glob(f"shard-{self._world.rank + 1:05d}-*.safetensors"))
+        for file in mine:
+            _settle_header(file)
         listed = {f.name: {"bytes": f.stat().st_size, "sha256": sha256_file(f)} for f in mine}
         files = {name: entry for part in self._world.gather(listed) for name, entry in part.items()}
         if self._world.first:
@@ -134,13 +142,21 @@ class Checkpoints:
         """Read weights and moments in place; returns the manifest. RunError when the tensors do not fit."""
         tensors = _tensors(model, optimizer)
         path = self.path(step)
+        reader = HuggingFaceStorageReader(str(path))
         try:
-            dcp.load(
-                tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=self._world.size == 1
-            )
+            with _quiet():
+                dcp.load(tensors, storage_reader=reader, no_dist=self._world.size == 1)
         except (RuntimeError, ValueError, AssertionError, dcp.api.CheckpointException) as error:
             raise RunError(f"{path}: tensors do not fit this model ({str(error).splitlines()[0]})") from error
         return read_json(path / MANIFEST)
+
+    def finish(self) -> None:
+        """Drop what only a resume would need: the run is complete."""
+        if self._world.first:
+            for step in self.steps():
+                if step not in self._retained:
+                    _remove(self.path(step))
+        self._world.barrier()
 
     def _prune(self) -> None:
         passing = [step for step in self.steps() if step not in self._retained]
@@ -156,6 +172,32 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, to
         for key in ("exp_avg", "exp_avg_sq"):
             tensors[f"optim.{key}.{name}"] = optimizer.state[parameter][key]
     return tensors
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DCP warns that it runs in a single process, which is what was asked for."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to", category=UserWarning)
+        yield
+
+
+def _settle_header(path: Path) -> None:
+    """Sort the free-form part of a safetensors header, which is written in random order.
+
+    Equal runs then have equal files, and their hashes say so. Header: u64 length, JSON padded with spaces.
+    """
+    with open(path, "r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(text) > length:
+            raise RunError(f"{path}: header grew from {length} to {len(text)} bytes when put in order")
+        file.seek(8)
+        file.write(text.ljust(length))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _remove(path: Path) -> None:

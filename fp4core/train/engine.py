@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import fp4core
-from fp4core.model import build_model
+from fp4core.model.build import build_model, materialise
 from fp4core.recipe import Recipe, Study
 
 from .distributed import World, shard
@@ -96,14 +96,13 @@ class Engine:
             global_batch=train.global_batch, local_batch=local_batch or train.local_batch, world=world
         )
         set_determinism(train.threads)
-        torch.manual_seed(seed)
-        model = build_model(study.model, recipe, world.device)
-        model.activation_checkpoint = activation_checkpoint or train.activation_checkpoint
+        policy = activation_checkpoint or train.activation_checkpoint
+        model = build_model(study.model, recipe, "meta", backend=study.backend, activation_checkpoint=policy)
         if train.compile:
             for block in model.blocks:
                 # the function and not the module: parameter names and FSDP hooks stay outside the graph
                 block.forward = torch.compile(block.forward)
-        self.model = shard(model, world)
+        self.model = materialise(shard(model, world), world.device, seed)
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
         )

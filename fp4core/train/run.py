@@ -180,7 +180,9 @@ class _Trajectory:
     def _record(self, step: int, target: int) -> Path:
         """The file that proves the target: summary.json at the end, else the checkpoint's manifest."""
         if target < self.study.train.steps:
-            return self.checkpoints.path(target) / "checkpoint.json"
+            path = self.checkpoints.path(target) / "checkpoint.json"
+            return path if path.is_file() else self.run.file("manifest.json")
+        self.checkpoints.finish()
         if self.world.first:
             self.metrics.flush()
             rows = {row["step"]: row for row in self.metrics.rows}
