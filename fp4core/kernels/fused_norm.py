@@ -16,9 +16,12 @@ even features then odd, so that its halves lie as the words do.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fp4core.kernels._launch import packed_instructions
 from fp4core.kernels.device import (
     halves_max,
     high_f32,
@@ -28,8 +31,10 @@ from fp4core.kernels.device import (
     permute_bytes,
     reduce_max2,
 )
+from fp4core.kernels.fused_silu import check_shape, words
 from fp4core.kernels.mx import fp8_bytes, mx_constants, mx_round, mx_threshold
-from fp4core.kernels.views import column_mx, finish_column, finish_row, note_blocks, philox4x32, row_mx
+from fp4core.kernels.producers import CARRIERS, View, rule
+from fp4core.kernels.views import column_mx, finish_column, finish_row, note_blocks, random_words, row_mx
 
 
 @triton.jit
@@ -110,29 +115,6 @@ def _places(token, chunk, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr
     g = tl.arange(0, G)[:, None, None]
     t = tl.arange(0, 32)[None, :, None]
     return token.to(tl.int64) * STRIDE + (chunk * W + f + g * W + t * STRIDE)
-
-
-@triton.jit
-def _random_chunks(sr, producer, token, feature, FEATURES: tl.constexpr, G: tl.constexpr, W: tl.constexpr):
-    """``views.random_words`` for G chunks of 2 W neighbouring features of the same 32 tokens."""
-    seed = tl.load(sr)
-    step = tl.load(sr + 1)
-    first = (tl.load(sr + 2) + token) * (FEATURES // 16) + feature // 16
-    g = tl.arange(0, G)[:, None, None]
-    t = tl.arange(0, 32)[None, :, None]
-    j = tl.arange(0, W // 8)[None, None, :]
-    place16 = first + (t * (FEATURES // 16) + g * (W // 8) + j)
-    zero = tl.zeros([G, 32, W // 8], tl.uint32)
-    w0, w1, w2, w3 = philox4x32(
-        place16.to(tl.uint32),
-        (place16 >> 32).to(tl.uint32),
-        zero + step.to(tl.uint32),
-        zero + producer.to(tl.uint32),
-        seed.to(tl.uint32),
-        (seed >> 32).to(tl.uint32),
-    )
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, [G, 32, W // 2]).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -243,7 +225,7 @@ def norm_backward_kernel(
         if RULE != "none":
             random = 0
             if SR:
-                random = _random_chunks(sr_ptr, producer, token, first, HIDDEN, G, W)
+                random = random_words(sr_ptr, producer, token, first, HIDDEN, G, W, True)
             v = finish_row(row_mx(dx, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
             PER_ROW: tl.constexpr = 2 if ROW == "bf16" else 4
             out = row_ptr + token.to(tl.int64) * (HIDDEN // PER_ROW) + first // PER_ROW
@@ -252,3 +234,114 @@ def norm_backward_kernel(
             PER_COL: tl.constexpr = 2 if COL == "bf16" else 4
             out = col_ptr + first.to(tl.int64) * (T // PER_COL) + token // PER_COL
             _store_columns_chunks(out, u, T // PER_COL, G)
+
+
+def _planes(weight: Tensor) -> Tensor:
+    """FP32 [2, HIDDEN / 2] of a norm's weight: even features, then odd."""
+    return weight.detach().float().view(-1, 2).t().contiguous()
+
+
+def norm_forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, view: View | None, state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x' = x + delta, row view of RMSNorm(x'), rstd FP32 [T]); x' is x itself without a delta.
+
+    x, delta: BF16 [T, HIDDEN], contiguous. weight: [HIDDEN]. Without a view the norm comes in BF16.
+    """
+    t, hidden = x.shape
+    check_shape("norm_forward", t, hidden)
+    total = x if delta is None else torch.empty_like(x)
+    rstd = x.new_empty(t, dtype=torch.float32)
+    out = x.new_empty((t, hidden), dtype=torch.bfloat16 if view is None else CARRIERS[view.carrier])
+    base = words(x, x)
+    rows = 2
+    norm_forward_kernel[(triton.cdiv(t, rows),)](
+        base,
+        base if delta is None else words(delta, x),
+        _planes(weight),
+        words(total, x),
+        rstd,
+        words(out, x),
+        base if state is None else state,
+        t,
+        eps,
+        HIDDEN=hidden,
+        RESIDUAL=delta is not None,
+        RULE="none" if view is None else rule(view.format),
+        CARRIER="bf16" if view is None else view.carrier,
+        ASM=packed_instructions(x.device),
+        R=rows,
+        W=triton.next_power_of_2(hidden // 2),
+        num_warps=max(1, min(8, rows * hidden // 2048)),
+    )
+    return total, out, rstd
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    g: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    y_col: View | None,
+    row: View | None,
+    col: View | None,
+    states: tuple[Tensor | None, Tensor | None, Tensor | None],
+    sr: tuple[Tensor, int] | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """(dx, column view of y, row view of dx, column view of dx, dweight FP32 [HIDDEN]).
+
+    Args:
+        dy: BF16 [T, HIDDEN], gradient of y = RMSNorm(x).
+        x, rstd: input of the norm and what ``norm_forward`` gave.
+        g: BF16 gradient that reaches x beside the norm, added to dx, or None.
+        y_col: column view of y, an MX format; None gives y itself in BF16 [T, HIDDEN].
+        row, col: views of dx, of one MX format; None leaves both out.
+        states: int32 [4] of y_col, row and col.
+        sr: random state and producer of a stochastic ``row``.
+    """
+    t, hidden = x.shape
+    check_shape("norm_backward", t, hidden)
+    bf16 = torch.bfloat16
+    dx = torch.empty_like(x)
+    y_out = x.new_empty((t, hidden), dtype=bf16)
+    if y_col is not None:
+        y_out = x.new_empty((hidden, t), dtype=CARRIERS[y_col.carrier])
+    row_out = None if row is None else x.new_empty((t, hidden), dtype=CARRIERS[row.carrier])
+    col_out = None if col is None else x.new_empty((hidden, t), dtype=CARRIERS[col.carrier])
+    partial = x.new_empty((t // 32, 2, hidden // 2), dtype=torch.float32)
+    chunks = next(n for n in (8, 4, 2, 1) if hidden % (128 * n) == 0)
+    base = words(x, x)
+    norm_backward_kernel[(t // 32,)](
+        words(dy, x),
+        base,
+        base if g is None else words(g, x),
+        _planes(weight),
+        rstd,
+        words(dx, x),
+        words(y_out, x),
+        base if row_out is None else words(row_out, x),
+        base if col_out is None else words(col_out, x),
+        partial,
+        *(base if s is None else s for s in states),
+        base if sr is None else sr[0],
+        0 if sr is None else sr[1],
+        t,
+        1,
+        HIDDEN=hidden,
+        RESIDUAL=g is not None,
+        Y_RULE="none" if y_col is None else rule(y_col.format),
+        Y_COL="bf16" if y_col is None else y_col.carrier,
+        Y_HADAMARD="none" if y_col is None else y_col.hadamard,
+        RULE="none" if row is None else rule(row.format),
+        ROW="bf16" if row is None else row.carrier,
+        SR=row is not None and row.rounding == "stochastic",
+        COL="bf16" if col is None else col.carrier,
+        HADAMARD="none" if col is None else col.hadamard,
+        ASM=packed_instructions(x.device),
+        G=chunks,
+        W=64,
+        num_warps=chunks,
+    )
+    dw = partial.sum(0).t().reshape(-1)
+    return dx, y_out, row_out, col_out, dw

@@ -10,11 +10,15 @@ per half head, so a head's two tiles hold the pairs at the same place.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from fp4core.kernels._launch import packed_instructions
 from fp4core.kernels.device import high_f32, low_f32, pack_rne
-from fp4core.kernels.fused_silu import store_gradient_views
+from fp4core.kernels.fused_silu import groups_per_tile, store_gradient_views, words
+from fp4core.kernels.producers import CARRIERS, View, rule
 from fp4core.kernels.tiles import load_words, store_rows
 from fp4core.kernels.views import random_words
 
@@ -88,7 +92,6 @@ def rope_backward_kernel(
     one,
     TOKEN_STRIDE: tl.constexpr,
     N: tl.constexpr,
-    FIRST: tl.constexpr,
     HEADS: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
     ROTATE: tl.constexpr,
@@ -101,7 +104,7 @@ def rope_backward_kernel(
     G: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Views of one gradient d (dQ, dK or dV) as features FIRST .. FIRST + 128 HEADS of [T, N] and [N, T].
+    """Views of one gradient d (dQ, dK or dV) at row_ptr, N features per row, and at col_ptr [.., T].
 
     d has strides (BATCH_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, 1), in words. RULE "none" stores the rotated
     gradient itself to row_ptr [T, N]. Random places are those of d's own [T, 128 HEADS] matrix.
@@ -128,13 +131,116 @@ def rope_backward_kernel(
             w = a if half == 0 else b
             feature = head * 128 + half * 64
             if RULE == "none":
-                out = row_ptr + token.to(tl.int64) * (N // 2) + (FIRST + feature) // 2
+                out = row_ptr + token.to(tl.int64) * (N // 2) + feature // 2
                 store_rows(out, w, N // 2, VEC, one)
             else:
                 random = 0
                 if SR:
                     random = random_words(sr_ptr, producer, token, feature, HEADS * 128, G, 32)
                 store_gradient_views(
-                    w, random, row_ptr, col_ptr, row_state, col_state, token, FIRST + feature, T, one,
+                    w, random, row_ptr, col_ptr, row_state, col_state, token, feature, T, one,
                     N, RULE, ROW, COL, SR, HADAMARD, VEC, ASM,
                 )  # fmt: skip
+
+
+def rope_table(cos: Tensor, sin: Tensor) -> Tensor:
+    """FP32 [S, 4, 32] of FP32 cos, sin [S, 64]: the kernels' order (even, odd entries of cos, then of sin)."""
+    return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), dim=1).contiguous()
+
+
+def check_rope(length: int, head_dim: int) -> None:
+    """Raise ValueError for what the kernels do not rotate."""
+    if head_dim != 128 or length % 32:
+        raise ValueError(
+            f"rope: got head_dim {head_dim}, sequence {length}; needed 128 and a multiple of 32 (the unfused path "
+            "takes any)"
+        )
+
+
+def _heads_per_program(heads: int) -> int:
+    return next(n for n in (8, 4, 2, 1) if heads % n == 0)
+
+
+def rope_forward_(qkv: Tensor, heads: int, length: int, table: Tensor) -> Tensor:
+    """Rotate the first ``heads`` heads (128 features each) of BF16 [T, N] in place; returns it.
+
+    The T tokens are sequences of ``length``; the table is ``rope_table``'s, of that many positions.
+    """
+    check_rope(length, 128)
+    t = qkv.shape[0]
+    g, per = groups_per_tile(length), _heads_per_program(heads)
+    rope_forward_kernel[(t // (32 * g) * (heads // per),)](
+        words(qkv, qkv),
+        table,
+        length,
+        1,
+        N=qkv.stride(0),
+        HEADS=heads,
+        PER_PROGRAM=per,
+        ASM=packed_instructions(qkv.device),
+        G=g,
+        VEC=2,
+        num_warps=g,
+    )
+    return qkv
+
+
+def rope_backward(
+    d: Tensor,
+    table: Tensor,
+    *,
+    rotate: bool,
+    row: View | None,
+    col: View | None,
+    row_out: Tensor,
+    col_out: Tensor | None,
+    states: tuple[Tensor, Tensor] | None,
+    sr: tuple[Tensor, int] | None,
+) -> None:
+    """Views of one gradient of attention's inputs into slices of the joint carriers.
+
+    Args:
+        d: BF16 [B, heads, S, 128], any strides with the last axis contiguous.
+        table: of ``rope_table``.
+        rotate: True for dQ and dK.
+        row, col: views of one MX format; None writes the rotated gradient itself to ``row_out``.
+        row_out: [T, heads * 128] slice of the joint row carrier (or BF16 matrix) [T, N].
+        col_out: [heads * 128, T] slice of the joint column carrier [N, T].
+        states: int32 [4] of row and col.
+        sr: random state and producer of the row view, for a stochastic ``row``.
+    """
+    batch, heads, length, head_dim = d.shape
+    check_rope(length, head_dim)
+    if d.stride(-1) != 1:
+        d = d.contiguous()
+    g, per = groups_per_tile(length), _heads_per_program(heads)
+    base = words(d, d)
+    t = batch * length
+    rope_backward_kernel[(t // (32 * g) * (heads // per),)](
+        base,
+        table,
+        words(row_out, d),
+        base if col_out is None else words(col_out, d),
+        *(states or (base, base)),
+        base if sr is None else sr[0],
+        0 if sr is None else sr[1],
+        t,
+        length,
+        d.stride(0) // 2,
+        d.stride(1) // 2,
+        1,
+        TOKEN_STRIDE=d.stride(2) // 2,
+        N=row_out.stride(0),
+        HEADS=heads,
+        PER_PROGRAM=per,
+        ROTATE=rotate,
+        RULE="none" if row is None else rule(row.format),
+        ROW="bf16" if row is None else row.carrier,
+        SR=row is not None and row.rounding == "stochastic",
+        COL="bf16" if col is None else col.carrier,
+        HADAMARD="none" if col is None else col.hadamard,
+        ASM=packed_instructions(d.device),
+        G=g,
+        VEC=2,
+        num_warps=g,
+    )

@@ -123,16 +123,18 @@ class Plan:
         for name in sorted(self.mx):
             a, b, preferred = CONTRACTIONS[name]
             before = (self.kinds[a], self.kinds[b])
+            moved = {a, b} & seen.keys()
             spans = tuple(_EMPTY if self.spans[v] is None else self.spans[v] for v in (a, b))
             if before != ("bf16", "bf16") and not (fits(before[0], spans[0]) and fits(before[1], spans[1])):
                 after = choose_types(spans[0], spans[1], preferred)
                 self.kinds[a], self.kinds[b] = after
                 self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
+                moved = {a, b}
                 changed.append(
                     f"{name}: {VIEW_NAMES[a]} spans {width(spans[0])} and {VIEW_NAMES[b]} {width(spans[1])} "
                     f"scale steps, {before[0]} x {before[1]} -> {after[0]} x {after[1]}"
                 )
-            for view in (a, b):
-                if seen.get(view) is not None:
-                    self.refs[view] = reference(self.kinds[view], seen[view])
+            for view in moved:
+                if self.spans[view] is not None:
+                    self.refs[view] = reference(self.kinds[view], self.spans[view])
         return changed

@@ -1,0 +1,279 @@
+"""From tensors to carriers: the producers of ``fp4core.kernels`` under a group's plan.
+
+Every function here loops until the blocks fit when the group's mode says so (``carrier_groups``), and gives
+``carrier_gemm.Carrier`` operands, contraction axis last. Shapes: T tokens, K input and N output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fp4core import formats
+from fp4core.kernels.producers import CARRIERS, SR, Produced, View, produce
+from fp4core.ops.carrier_gemm import Carrier
+from fp4core.ops.carrier_groups import Group, Weights
+from fp4core.ops.carrier_plan import DY_COL, DY_ROW, W_COL, W_ROW, X_COL, X_ROW, is_mx
+from fp4core.ops.quantize import SRKey, quantize
+from fp4core.recipe import Operand
+
+_TRIES = 4  # a new reference, a wider type, BF16; one to spare
+_EPOCH = [0]
+
+
+def view_of(g: Group, view: int) -> View:
+    """What the producer should make of a view under the group's present plan."""
+    op: Operand = g.operands[view]
+    return View(op.format, g.plan.kinds[view], op.rounding, op.hadamard)
+
+
+def carrier_of(p: Produced, ref: int) -> Carrier:
+    """A produced view as an operand."""
+    fmt = formats.get(p.view.format)
+    data = p.data[: p.shape[0], : p.shape[1]] if p.data.shape != p.shape else p.data
+    constant = fmt.outer_constant if fmt.outer == "constant" else 1.0
+    return Carrier(data, ref, constant, p.outer)
+
+
+def settled(g: Group, views: Sequence[int], make: Callable[[], object]) -> object:
+    """``make()`` until the views fit their carriers, or once where the group's mode defers the check."""
+    for _ in range(_TRIES):
+        made = make()
+        if not g.must_check(views) or g.settle(views):
+            return made
+    names = ", ".join(g.operands[v].format for v in views)
+    raise ValueError(
+        f"carrier: got a tensor whose block exponents exceed what BF16 holds ({names}, producers {g.producers}); "
+        "needed magnitudes between 2^-100 and 2^100"
+    )
+
+
+def _plain(x: Tensor, view: int) -> Carrier:
+    """A BF16 operand that is not quantised."""
+    return Carrier(x if view in (X_ROW, DY_ROW, W_ROW) else x.t())
+
+
+def _stochastic_column(g: Group, x: Tensor, view: int, state: Tensor, producer: int) -> Carrier:
+    """A stochastic column view, which no kernel makes: the reference's codes, decoded to BF16."""
+    op = g.operands[view]
+    seed, step, token = state.tolist()
+    key = SRKey(seed, step, producer, token * x.shape[1])
+    rotation = None if op.hadamard == "none" else op.hadamard
+    q = quantize(
+        x, op.format, rounding="stochastic", hadamard=rotation, key=key, transposed=True, backend="reference"
+    )
+    fmt = formats.get(op.format)
+    constant, outer = (
+        (fmt.outer_constant, None) if fmt.outer == "constant" else (1.0, q.outer_scale.reshape(-1))
+    )
+    return Carrier(q.decode_blocks().to(torch.bfloat16), 0, constant, outer)
+
+
+def encode(
+    g: Group,
+    x: Tensor,
+    row: int | None,
+    col: int | None,
+    state: Tensor | None = None,
+    producer: int = 0,
+) -> tuple[Carrier | None, Carrier | None]:
+    """Row and column carriers of BF16 [T, F] as views ``row`` and ``col`` of the group, from one load.
+
+    ``producer`` is the linear's id; stochastic views add their own number to it.
+    """
+    if col is not None and g.operands[col].rounding == "stochastic":
+        column = _stochastic_column(g, x, col, state, producer + col)
+        return (None if row is None else encode(g, x, row, None, state, producer)[0]), column
+    asked = [v for v in (row, col) if v is not None]
+    quantised = [v for v in asked if g.operands[v].format != "bf16"]
+    _no_plain_rotation(g, asked)
+
+    def make() -> tuple[Carrier | None, Carrier | None]:
+        found = {v: _plain(x, v) for v in asked if v not in quantised}
+        r = row if row in quantised else None
+        c = col if col in quantised else None
+        if r is not None or c is not None:
+            sr = SR(state, producer + r) if r is not None and g.operands[r].rounding == "stochastic" else None
+            made = produce(
+                x,
+                row=None if r is None else view_of(g, r),
+                col=None if c is None else view_of(g, c),
+                row_state=None if r is None else g.state[r],
+                col_state=None if c is None else g.state[c],
+                sr=sr,
+            )
+            found |= {
+                v: carrier_of(p, _ref(g, v)) for v, p in zip((r, c), made) if v is not None and p is not None
+            }
+        return found.get(row), found.get(col)
+
+    return settled(g, quantised, make)
+
+
+def _ref(g: Group, view: int) -> int:
+    return g.plan.refs[view]
+
+
+def _no_plain_rotation(g: Group, views: Sequence[int]) -> None:
+    for v in views:
+        if g.operands[v].format == "bf16" and g.operands[v].hadamard != "none":
+            raise ValueError(
+                "carrier: got a BF16 operand with a Hadamard rotation; needed a quantised format, or backend="
+                "'reference'"
+            )
+
+
+def encode_gradients(
+    g: Group, grads: Sequence[Tensor], state: Tensor, rows: bool, cols: bool
+) -> tuple[list[Carrier], list[Carrier]]:
+    """Carriers of the output gradients [T, N_i] of a group's linears.
+
+    FP8 views of several linears lie side by side in one operand, so that the list has one carrier [T, sum N] for
+    Dgrad; column carriers [N_i, T] stay one per linear.
+    """
+    row, col = (DY_ROW if rows else None), (DY_COL if cols else None)
+    apart = g.operands[DY_ROW].format == "bf16" or g.operands[DY_COL].rounding == "stochastic"
+    if len(grads) == 1 or not rows or apart:
+        pairs = [encode(g, dy, row, col, state, p) for dy, p in zip(grads, g.producers)]
+        return [r for r, _ in pairs if r is not None], [c for _, c in pairs if c is not None]
+    views = [v for v in (row, col) if v is not None]
+
+    def make() -> tuple[list[Carrier], list[Carrier]]:
+        fp8 = g.plan.kinds[DY_ROW] != "bf16"
+        t = grads[0].shape[0]
+        total = sum(dy.shape[1] for dy in grads)
+        joint = grads[0].new_empty((t, total), dtype=CARRIERS[g.plan.kinds[DY_ROW]]) if fp8 else None
+        made_rows, made_cols, at = [], [], 0
+        for dy, producer in zip(grads, g.producers):
+            sr = SR(state, producer + DY_ROW) if g.operands[DY_ROW].rounding == "stochastic" else None
+            whole = dy.shape[0] % 32 == 0 and dy.shape[1] % 32 == 0
+            if fp8 and not whole:
+                raise ValueError(
+                    f"carrier: got a gradient of shape {tuple(dy.shape)} in a group of linears; needed multiples of "
+                    "32, or the linears called one by one"
+                )
+            r, c = produce(
+                dy,
+                row=view_of(g, DY_ROW),
+                col=None if col is None else view_of(g, DY_COL),
+                row_state=g.state[DY_ROW],
+                col_state=None if col is None else g.state[DY_COL],
+                sr=sr,
+                row_out=joint[:, at : at + dy.shape[1]] if fp8 else None,
+            )
+            at += dy.shape[1]
+            made_rows.append(carrier_of(r, _ref(g, DY_ROW)))
+            if c is not None:
+                made_cols.append(carrier_of(c, _ref(g, DY_COL)))
+        if fp8:
+            made_rows = [Carrier(joint, _ref(g, DY_ROW), made_rows[0].constant)]
+        return made_rows, made_cols
+
+    return settled(g, [v for v in views if g.operands[v].format != "bf16"], make)
+
+
+def encode_weights(g: Group, weights: Sequence[Tensor]) -> Weights:
+    """The group's encoded weights; encoded again only when a parameter, the plan or the epoch changed.
+
+    A parameter's version counter tells in-place updates. Under torch.distributed it does not (a resharded
+    parameter is refilled behind its back), so there encodings are kept only between calls of ``new_epoch``.
+    """
+    views = (W_ROW, W_COL)
+    kinds = tuple((g.plan.kinds[v], g.plan.refs[v]) for v in views)
+    key = (_EPOCH[0], *((w.data_ptr(), w._version, w.dtype, *w.shape) for w in weights))
+    if g.weights.key == (key, kinds) and _may_keep():
+        return g.weights
+
+    def make() -> Weights:
+        rows, cols = [], []
+        side = _joint_columns(g, weights)
+        stack = _joint_rows(g, weights)
+        at = 0
+        for w in weights:
+            n = w.shape[0]
+            r, c = _encode_weight(
+                g,
+                w.detach().to(torch.bfloat16),
+                None if stack is None else stack[at : at + n],
+                None if side is None else side[:, at : at + n],
+            )
+            rows.append(r)
+            cols.append(c)
+            at += n
+        if side is not None:
+            cols = [Carrier(side, cols[0].ref, cols[0].constant)]
+        joint = None if stack is None else Carrier(stack, rows[0].ref, rows[0].constant)
+        return Weights(rows=rows, joint=joint, columns=cols)
+
+    made: Weights = settled(g, [v for v in views if g.operands[v].format != "bf16"], make)
+    made.key = (key, tuple((g.plan.kinds[v], g.plan.refs[v]) for v in views))
+    if _may_keep():
+        g.weights = made
+    return made
+
+
+def _joint_rows(g: Group, weights: Sequence[Tensor]) -> Tensor | None:
+    """Room for the row views of all linears in one operand: MX formats, whose outer scale is one constant."""
+    if not is_mx(g.operands[W_ROW]) or any(n % 32 for w in weights for n in w.shape):
+        return None
+    total = sum(w.shape[0] for w in weights)
+    return weights[0].new_empty((total, weights[0].shape[1]), dtype=CARRIERS[g.plan.kinds[W_ROW]])
+
+
+def _joint_columns(g: Group, weights: Sequence[Tensor]) -> Tensor | None:
+    """Room for W^T of all linears side by side, where Dgrad is one FP8 product."""
+    if g.plan.kinds[W_COL] == "bf16" or any(n % 32 for w in weights for n in w.shape):
+        return None
+    total = sum(w.shape[0] for w in weights)
+    return weights[0].new_empty((weights[0].shape[1], total), dtype=CARRIERS[g.plan.kinds[W_COL]])
+
+
+def _encode_weight(
+    g: Group, w: Tensor, row_out: Tensor | None, col_out: Tensor | None
+) -> tuple[Carrier, Carrier]:
+    row, col = g.operands[W_ROW], g.operands[W_COL]
+    if row == col and row.format == "bf16":
+        return _plain(w, W_ROW), _plain(w, W_COL)
+    shared = row == col and formats.get(row.format).two_d and view_of(g, W_ROW) == view_of(g, W_COL)
+    if shared and g.plan.kinds[W_ROW] == "bf16":
+        r, _ = produce(w, row=view_of(g, W_ROW), row_state=g.state[W_ROW], row_out=row_out)
+        rows = carrier_of(r, _ref(g, W_ROW))
+        # one array serves both contractions: a BF16 product reads either layout
+        return rows, Carrier(rows.data.t(), rows.ref, rows.constant, rows.outer)
+    made = produce(
+        w,
+        row=None if row.format == "bf16" else view_of(g, W_ROW),
+        col=None if col.format == "bf16" else view_of(g, W_COL),
+        row_state=g.state[W_ROW],
+        # one encoding, one state: a shared view reads and records the row view's
+        col_state=g.state[W_ROW] if shared else g.state[W_COL],
+        row_out=row_out,
+        col_out=col_out,
+    )
+    r = _plain(w, W_ROW) if made[0] is None else carrier_of(made[0], _ref(g, W_ROW))
+    c = _plain(w, W_COL) if made[1] is None else carrier_of(made[1], _ref(g, W_ROW if shared else W_COL))
+    return r, c
+
+
+def new_epoch() -> None:
+    """Forget every encoded weight: the next forward pass encodes again."""
+    _EPOCH[0] += 1
+
+
+def _may_keep() -> bool:
+    return not dist.is_available() or not dist.is_initialized() or _EPOCH[0] > 0
+
+
+__all__ = [
+    "X_COL",
+    "X_ROW",
+    "carrier_of",
+    "encode",
+    "encode_gradients",
+    "encode_weights",
+    "new_epoch",
+    "view_of",
+]

@@ -1,0 +1,221 @@
+"""What the carrier backend remembers about a group of linears between calls.
+
+A group is what shares one input: q, k, v; o; gate, up; down. It is found by its producer ids, its recipe and its
+device, because that is what a custom op is given; nothing here ever changes a result:
+
+    plan      carrier type and reference exponent per view (``carrier_plan``), known on the host
+    state     int32 [6, 4] on the device: per view (reference, largest, 0x8000 - smallest nonzero BF16 bits of a
+              block maximum, misfits), written by the producers
+    weights   the encoded weights, both layouts, valid for one version of the parameters
+
+Modes. ``check`` reads the state after every producer and repeats it with a better plan when a block did not fit:
+exact at once, one host synchronisation per producer. ``deferred`` never waits: ``misfits`` reads all states of a
+model in one copy, between backward and the optimizer, and when it reports anything the step is replayed, with the
+same random bits, under the plan it has just adapted. A view's first call is always checked, so that training
+starts with references that fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from fp4core import formats
+from fp4core.ops import spec as specs
+from fp4core.ops.carrier_gemm import Carrier
+from fp4core.ops.carrier_plan import VIEW_NAMES, VIEWS, Plan, is_mx, operands
+from fp4core.recipe import LinearRecipe, Operand
+
+_STATES = 4096  # views per device table; 682 groups
+
+# ADD and shift of ``fp4core.kernels.mx``: bits of a block maximum -> block exponent k
+_RULES = {
+    "mx_ceil": (127, 127),
+    "mx_finer": (33, 127),
+    "mx_floor": (0, 127),
+    "ocp_floor": (0, 129),
+    "ocp_rceil": (63, 129),
+    "ocp_even": (32, 129),
+}
+
+
+def block_exponent(bits: int, format_name: str) -> int:
+    """k of a block whose largest magnitude has these BF16 bits."""
+    fmt = formats.get(format_name)
+    add, bias = _RULES["mx_finer" if fmt.finer_below is not None else fmt.algorithm]
+    return ((min(bits, 0x7F7F) + add) >> 7) - bias
+
+
+class _Table:
+    """States of all groups of a device in one tensor, so that one copy reads them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.data = torch.zeros(_STATES, 4, dtype=torch.int32, device=device)
+        self.used = 0
+
+    def rows(self, count: int) -> tuple[int, Tensor]:
+        """(first row, slice) of ``count`` unused rows."""
+        if self.used + count > _STATES:
+            raise ValueError(f"carrier: got more than {_STATES // VIEWS} groups of linears on one device")
+        first = self.used
+        self.used += count
+        return first, self.data[first : first + count]
+
+
+@dataclass
+class Weights:
+    """Encoded weights of a group.
+
+    Attributes:
+        key: what they were encoded from and how; another key encodes again.
+        rows: carriers of each linear's row view (Fprop).
+        joint: all row views in one operand [sum N, K], where one constant serves them (MX); else None.
+        columns: the carrier of all column views side by side (Dgrad, FP8), or one per linear (BF16).
+    """
+
+    key: tuple = ()
+    rows: list[Carrier] = field(default_factory=list)
+    joint: Carrier | None = None
+    columns: list[Carrier] = field(default_factory=list)
+
+    def bytes(self) -> int:
+        """Device memory of the encodings."""
+        seen: dict[int, int] = {}
+        for c in [*self.rows, *self.columns]:
+            storage = c.data.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        return sum(seen.values())
+
+
+class Group:
+    """State of one group; see the module's text."""
+
+    def __init__(self, producers: tuple[int, ...], spec: str, device: torch.device, fp8: bool) -> None:
+        self.producers, self.spec, self.device = producers, spec, device
+        self.recipe: LinearRecipe = specs.decode(spec)
+        self.operands: dict[int, Operand] = operands(self.recipe)
+        self.plan = Plan.of(self.recipe, fp8=fp8)
+        self.first, self.state = _table(device).rows(VIEWS)
+        self.deferred = False
+        self.calibrated = [not is_mx(self.operands[v]) for v in range(VIEWS)]
+        self.weights = Weights()
+        self.misfits = 0  # producers' misfit reports so far
+        self.replays = 0
+
+    def spans(
+        self, rows: list[list[int]], views: Iterable[int]
+    ) -> tuple[dict[int, tuple[int, int]], list[int]]:
+        """(view -> span seen, views with misfits) from the host copy of ``state``."""
+        seen, bad = {}, []
+        for view in views:
+            if not is_mx(self.operands[view]):
+                continue
+            _, top, low, misfit = rows[view]
+            name = self.operands[view].format
+            if top:
+                seen[view] = (block_exponent(0x8000 - low, name), block_exponent(top, name))
+            if misfit:
+                bad.append(view)
+        return seen, bad
+
+    def settle(self, views: Iterable[int]) -> bool:
+        """Read the views' states (synchronises); True when all blocks fitted, else the plan is adapted.
+
+        On the first call of a view its reference is centred on what was seen, for the steps to come.
+        """
+        views = list(views)
+        seen, bad = self.spans(self.state.tolist(), views)
+        first = [v for v in views if not self.calibrated[v]]
+        self.misfits += len(bad)
+        before = list(self.plan.refs)
+        if bad or first:
+            self.plan.adapt({v: s for v, s in seen.items() if v in bad or v in first})
+        for v in range(VIEWS):
+            if v in views:
+                self.calibrated[v] = True
+                if bad or first:
+                    self.state[v].copy_(torch.tensor([self.plan.refs[v], 0, 0, 0], dtype=torch.int32))
+            elif self.plan.refs[v] != before[v]:
+                self.state[v, 0].fill_(self.plan.refs[v])
+        return not bad
+
+    def must_check(self, views: Iterable[int]) -> bool:
+        """Whether a producer of these views has to be settled at once."""
+        return any(is_mx(self.operands[v]) and not (self.deferred and self.calibrated[v]) for v in views)
+
+
+_TABLES: dict[torch.device, _Table] = {}
+_GROUPS: dict[tuple, Group] = {}
+
+
+def _table(device: torch.device) -> _Table:
+    if device not in _TABLES:
+        _TABLES[device] = _Table(device)
+    return _TABLES[device]
+
+
+def fp8_capable(device: torch.device) -> bool:
+    """Whether the device multiplies FP8 (sm_89 and up); the CPU emulates it."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def group(producers: Iterable[int], spec: str, device: torch.device) -> Group:
+    """The group of these linears on this device, made on first use."""
+    key = (tuple(producers), spec, device)
+    if key not in _GROUPS:
+        _GROUPS[key] = Group(key[0], spec, device, fp8_capable(device))
+    return _GROUPS[key]
+
+
+def groups(model: nn.Module | None = None) -> list[Group]:
+    """Groups that the model's linears have used so far; all groups without a model."""
+    if model is None:
+        return list(_GROUPS.values())
+    known = {(m.producer, m.spec, m.weight.device) for m in model.modules() if hasattr(m, "producer")}
+    return [g for g in _GROUPS.values() if any((p, g.spec, g.device) in known for p in g.producers)]
+
+
+def forget() -> None:
+    """Drop every group, with its encodings and plan."""
+    _GROUPS.clear()
+    _TABLES.clear()
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """One view that did not fit its carrier in a step.
+
+    Attributes:
+        producers: the group's producer ids.
+        view: which operand.
+        action: what the plan does about it.
+    """
+
+    producers: tuple[int, ...]
+    view: str
+    action: str
+
+
+def read(found: list[Group]) -> list[Misfit]:
+    """Read the groups' states in one copy per device, adapt their plans, start new counts."""
+    report: list[Misfit] = []
+    for device in {g.device for g in found}:
+        rows = _table(device).data[: _table(device).used].tolist()
+        fresh = [[0, 0, 0, 0] for _ in rows]
+        for g in _GROUPS.values():
+            if g.device != device:
+                continue
+            if g in found:
+                seen, bad = g.spans(rows[g.first : g.first + VIEWS], range(VIEWS))
+                changed = g.plan.adapt(seen)
+                g.misfits += len(bad)
+                g.replays += bool(bad)
+                action = "; ".join(changed) or "reference moved"
+                report += [Misfit(g.producers, VIEW_NAMES[v], action) for v in bad]
+            for v in range(VIEWS):
+                fresh[g.first + v] = [g.plan.refs[v], 0, 0, 0] if g in found else rows[g.first + v]
+        _table(device).data[: len(fresh)].copy_(torch.tensor(fresh, dtype=torch.int32), non_blocking=True)
+    return report
