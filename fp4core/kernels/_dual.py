@@ -57,6 +57,7 @@ def dual_kernel(
     one,
     K: tl.constexpr,
     PLACES: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
     ROW: tl.constexpr,
     ROW_CARRIER: tl.constexpr,
     ROW_SR: tl.constexpr,
@@ -76,8 +77,8 @@ def dual_kernel(
 
     All pointers to matrices are int32 words. ROW, COL: scale rule or algorithm, "none" for an absent view;
     ROW_SQUARE, COL_SQUARE: a 2D format, whose nv_cta has one outer scale; SHARED: the column view is the
-    transposed row view. K, M multiples of 32. PLACES: features of the unpadded tensor. COL_STRIDE: words per row
-    of the column view.
+    transposed row view. K, M multiples of 32. PLACES: features of the unpadded tensor. ROW_STRIDE,
+    COL_STRIDE: words per row of the row and of the column view.
     """
     TILES: tl.constexpr = (K + 2 * W - 1) // (2 * W)
     pid = tl.program_id(0)
@@ -116,12 +117,12 @@ def dual_kernel(
                     random = random_words(sr_ptr, producer, token, feature, PLACES, G, W)
                 v = row_nv(w, random, amax, outer, ROW, ROW_SR, ASM)
         row = finish_row(v, ROW_CARRIER, ASM)
-        ROW_STRIDE: tl.constexpr = K // 2 if ROW_CARRIER == "bf16" else K // 4
+        ROW_WORDS: tl.constexpr = K // 2 if ROW_CARRIER == "bf16" else K // 4
         ROW_VEC: tl.constexpr = VEC if ROW_CARRIER == "bf16" else VEC // 2
         first = pf * row.shape[2]
         place = row_ptr + token.to(tl.int64) * ROW_STRIDE + first
         if MASKED:
-            store_rows_masked(place, row, ROW_STRIDE, ROW_VEC, one, rows, ROW_STRIDE - first)
+            store_rows_masked(place, row, ROW_STRIDE, ROW_VEC, one, rows, ROW_WORDS - first)
         else:
             store_rows(place, row, ROW_STRIDE, ROW_VEC, one)
     if COL != "none":

@@ -155,6 +155,8 @@ def produce(
     row_scaling: Scaling | None = None,
     col_scaling: Scaling | None = None,
     sr: SR | None = None,
+    row_out: Tensor | None = None,
+    col_out: Tensor | None = None,
     tile: tuple[int, int, int, int] | None = None,
 ) -> tuple[Produced | None, Produced | None]:
     """Both views of a matrix from one load.
@@ -166,6 +168,8 @@ def produce(
             state with reference 0 is made for a BF16 carrier without one.
         row_scaling, col_scaling: scales of NV-style views; computed from x where left out.
         sr: random state of a stochastic row view.
+        row_out, col_out: carriers to write instead of new ones: slices of a larger row-major matrix, so that
+            several linears share one operand. Their first elements and strides are multiples of 4 bytes.
         tile: (G, W, VEC, num_warps) to try other tiles; see ``tiles``.
 
     Returns:
@@ -182,7 +186,9 @@ def produce(
     m, k = x.shape
     stochastic = row is not None and row.rounding == "stochastic"
     if stochastic and sr is None:
-        raise ValueError("produce: got stochastic rounding without random state; needed sr=SR(state, producer)")
+        raise ValueError(
+            "produce: got stochastic rounding without random state; needed sr=SR(state, producer)"
+        )
     if stochastic and k % 16:
         raise ValueError(f"produce: got K = {k} with stochastic rounding; needed a multiple of 16")
     shared = row is not None and col is not None and formats.get(row.format).two_d and row == col
@@ -190,15 +196,15 @@ def produce(
     col_state, col_scaling = _scales(x, col, "col", col_state, col_scaling, row_scaling if shared else None)
     xp = padded(x)
     mp, kp = xp.shape
-    row_out = None if row is None else x.new_empty((mp, kp), dtype=CARRIERS[row.carrier])
-    col_out = None if col is None else x.new_empty((kp, mp), dtype=CARRIERS[col.carrier])
+    row_out = _output(x, row, (mp, kp), row_out)
+    col_out = _output(x, col, (kp, mp), col_out)
     g, w, vec, warps = tile or default_tile(row, col)
     masked = mp % (32 * g) != 0 or kp % (2 * w) != 0
     none = xp.view(torch.int32)  # stands in for absent pointers
     dual_kernel[(triton.cdiv(mp, 32 * g) * triton.cdiv(kp, 2 * w),)](
         none,
-        none if row is None else row_out.view(torch.int32),
-        none if col is None else col_out.view(torch.int32),
+        none if row is None else _words(row_out),
+        none if col is None else _words(col_out),
         none if row_state is None else row_state,
         none if col_state is None else col_state,
         none if row_scaling is None else row_scaling.amax,
@@ -208,10 +214,11 @@ def produce(
         none if sr is None else sr.state,
         0 if sr is None else sr.producer,
         mp,
-        0 if col is None else mp // (2 if col.carrier == "bf16" else 4),
+        0 if col is None else col_out.stride(0) * col_out.element_size() // 4,
         1,
         K=kp,
         PLACES=k,
+        ROW_STRIDE=0 if row is None else row_out.stride(0) * row_out.element_size() // 4,
         ROW="none" if row is None else rule(row.format),
         ROW_CARRIER="bf16" if row is None else row.carrier,
         ROW_SR=stochastic,
@@ -230,8 +237,26 @@ def produce(
     )
     return (
         None if row is None else _produced(row_out, row, (m, k), row_state, row_scaling),
-        None if col is None else _produced(col_out, col, (k, m), row_state if shared else col_state, col_scaling),
+        None
+        if col is None
+        else _produced(col_out, col, (k, m), row_state if shared else col_state, col_scaling),
     )
+
+
+def _output(x: Tensor, view: View | None, shape: tuple[int, int], given: Tensor | None) -> Tensor | None:
+    if view is None or given is None:
+        return None if view is None else x.new_empty(shape, dtype=CARRIERS[view.carrier])
+    if given.shape != shape or given.dtype != CARRIERS[view.carrier] or given.stride(1) != 1:
+        raise ValueError(
+            f"produce: got an output {tuple(given.shape)} of {given.dtype} with strides {given.stride()}; needed "
+            f"{shape} of {CARRIERS[view.carrier]}, contiguous along its last axis"
+        )
+    return given
+
+
+def _words(out: Tensor) -> Tensor:
+    """The carrier's first element as an int32 pointer, whatever its strides."""
+    return out.as_strided((4 // out.element_size(),), (1,)).view(torch.int32)
 
 
 def default_tile(row: View | None, col: View | None) -> tuple[int, int, int, int]:
@@ -240,7 +265,12 @@ def default_tile(row: View | None, col: View | None) -> tuple[int, int, int, int
 
 
 def _scales(
-    x: Tensor, view: View | None, where: str, state: Tensor | None, given: Scaling | None, other: Scaling | None
+    x: Tensor,
+    view: View | None,
+    where: str,
+    state: Tensor | None,
+    given: Scaling | None,
+    other: Scaling | None,
 ) -> tuple[Tensor | None, Scaling | None]:
     if view is None:
         return None, None

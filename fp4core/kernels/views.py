@@ -30,7 +30,7 @@ from fp4core.kernels.mx import (
     mx_round_stochastic,
     mx_threshold,
 )
-from fp4core.kernels.nv import finite_or_nan, nv_block, nv_carrier, nv_carrier_stochastic
+from fp4core.kernels.nv import finite_or_nan, nv_block_safe, nv_carrier, nv_carrier_stochastic
 from fp4core.kernels.tiles import (
     column_amax,
     join_words,
@@ -46,37 +46,69 @@ from fp4core.kernels.tiles import (
 
 @triton.jit
 def note_blocks(packed, state, CARRIER: tl.constexpr, RULE: tl.constexpr, ASM: tl.constexpr):
-    """Record packed block maxima [G, n, ..]: extremes for the next reference, misfits against the present one.
+    """Record packed block maxima (any shape, thread-local axis second) of one tile in the view's state.
 
-    ``packed`` has its thread-local axis second; ``state`` points to the view's int32 [4].
+    Extremes for the next reference exponent, and one misfit if some block does not fit the present one.
     """
     top = halves_max(reduce_max2(packed, 1, ASM), ASM) & 0xFFFF
-    low = halves_max(reduce_max2((-2147450880 - packed) & 0x7FFF7FFF, 1, ASM), ASM) & 0xFFFF
-    zero = tl.zeros_like(top)
+    low = halves_max(reduce_max2((-2147450880 - packed) & 0x7FFF7FFF, 1, ASM), ASM)
+    both = tl.reshape(top | (low & -65536), [top.numel])
+    both = tl.max(reduce_max2(both, 0, ASM))
+    top = both & 0xFFFF
+    low = (both >> 16) & 0xFFFF
     first, last = mx_bounds(tl.load(state), CARRIER, RULE)
-    tl.atomic_max(state + 1 + zero, top, mask=top > tl.load(state + 1), sem="relaxed")
-    tl.atomic_max(state + 2 + zero, low, mask=low > tl.load(state + 2), sem="relaxed")
     misfit = (top > last) | ((low > 0) & (0x8000 - low < first))
-    tl.atomic_add(state + 3 + zero, zero + 1, mask=misfit, sem="relaxed")
+    if (top > tl.load(state + 1)) | (low > tl.load(state + 2)) | misfit:
+        tl.atomic_max(state + 1, top, sem="relaxed")
+        tl.atomic_max(state + 2, low, sem="relaxed")
+        tl.atomic_add(state + 3, misfit.to(tl.int32), sem="relaxed")
+
+
+@triton.jit
+def _exchange(a, b, BIT: tl.constexpr):
+    """Between lanes l and l ^ BIT: the lane without BIT gives its b for the other's a."""
+    G: tl.constexpr = a.shape[0]
+    N: tl.constexpr = a.shape[1]
+    W: tl.constexpr = a.shape[2]
+    upper = tl.reshape(tl.arange(0, W) & BIT, [1, 1, W]) != 0
+    sent = tl.reshape(tl.where(upper, a, b), [G, N, W // (2 * BIT), 2, BIT])
+    received = tl.reshape(sent ^ tl.xor_sum(sent, 3, keep_dims=True), [G, N, W])
+    return tl.where(upper, received, a), tl.where(upper, b, received)
 
 
 @triton.jit
 def random_words(
-    sr, PRODUCER, token, feature, FEATURES: tl.constexpr, G: tl.constexpr, W: tl.constexpr
+    sr,
+    PRODUCER,
+    token,
+    feature,
+    FEATURES: tl.constexpr,
+    G: tl.constexpr,
+    W: tl.constexpr,
+    CHUNKS: tl.constexpr = False,
 ):
     """Random words [G, 32, W / 2], one per four features of the tile whose first element is (token, feature).
 
     ``sr``: int64 pointer to (seed, step, global token of the tensor's first row). FEATURES must be a multiple of
     16; the place of an element is (global token x FEATURES + feature), as in ``reference.philox``.
+
+    One call gives the four words of 16 features of a token, which belong to four lanes. Instead of making every
+    call in four lanes, lane l makes the call of token 4 i + l mod 4 and the four lanes then transpose their
+    4 x 4 words (token by word) in two exchanges. CHUNKS: the G parts of the tile are neighbouring pieces of 2 W
+    features of the same 32 tokens.
     """
+    L: tl.constexpr = W // 2
     seed = tl.load(sr)
     step = tl.load(sr + 1)
     first = (tl.load(sr + 2) + token) * (FEATURES // 16) + feature // 16
+    lane = tl.arange(0, L)[None, None, :]
     g = tl.arange(0, G)[:, None, None]
-    t = tl.arange(0, 32)[None, :, None]
-    j = tl.arange(0, W // 8)[None, None, :]
-    place16 = first + ((g * 32 + t) * (FEATURES // 16) + j)
-    zero = tl.zeros([G, 32, W // 8], tl.uint32)
+    t = tl.arange(0, 8)[None, :, None] * 4 + lane % 4
+    if CHUNKS:
+        place16 = first + (t * (FEATURES // 16) + g * (W // 8) + lane // 4)
+    else:
+        place16 = first + ((t + g * 32) * (FEATURES // 16) + lane // 4)
+    zero = tl.zeros([G, 8, L], tl.uint32)
     w0, w1, w2, w3 = philox4x32(
         place16.to(tl.uint32),
         (place16 >> 32).to(tl.uint32),
@@ -85,15 +117,16 @@ def random_words(
         seed.to(tl.uint32),
         (seed >> 32).to(tl.uint32),
     )
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, [G, 32, W // 2]).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _spread_row(a, G: tl.constexpr, W: tl.constexpr):
-    """[G, 32, NB, 1] repeated over the words of a block: [G, 32, W]."""
-    NB: tl.constexpr = a.shape[2]
-    return tl.reshape(tl.broadcast_to(a, [G, 32, NB, W // NB]), [G, 32, W])
+    w0 = w0.to(tl.int32, bitcast=True)
+    w1 = w1.to(tl.int32, bitcast=True)
+    w2 = w2.to(tl.int32, bitcast=True)
+    w3 = w3.to(tl.int32, bitcast=True)
+    w0, w1 = _exchange(w0, w1, 1)
+    w2, w3 = _exchange(w2, w3, 1)
+    w0, w2 = _exchange(w0, w2, 2)
+    w1, w3 = _exchange(w1, w3, 2)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [G, 8, L, 2, 2]: tokens 4 i + 0, 1, 2, 3
+    return tl.reshape(tl.permute(words, [0, 1, 3, 4, 2]), [G, 32, L])
 
 
 @triton.jit
@@ -116,7 +149,8 @@ def finish_row(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
     """Words to store row-major: [G, 32, W] BF16 pairs, or [G, 32, W / 2] FP8 quadruples."""
     if CARRIER == "bf16":
         return v
-    return merge_pairs(fp8_bytes(v, CARRIER, ASM), ASM)
+    else:
+        return merge_pairs(fp8_bytes(v, CARRIER, ASM), ASM)
 
 
 @triton.jit
@@ -124,25 +158,25 @@ def finish_column(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
     """Transposed words to store: [2 W, G * 16] token pairs, or [2 W, G * 8] token quadruples."""
     if CARRIER == "bf16":
         return transpose_words(v, ASM)
-    return transpose_bytes(fp8_bytes(v, CARRIER, ASM), ASM)
+    else:
+        return transpose_bytes(fp8_bytes(v, CARRIER, ASM), ASM)
 
 
 @triton.jit
 def row_mx(w, random, state, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr):
     """Row view of an MX format, unfinished (words [G, 32, W] in the carrier's shifted BF16)."""
-    G: tl.constexpr = w.shape[0]
-    W: tl.constexpr = w.shape[2]
     amax, packed = row_amax(w, 32, ASM)
     note_blocks(packed, state, CARRIER, RULE, ASM)
     c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
-    t = _spread_row(mx_threshold(amax, ct, RULE, ASM), G, W)
+    t = mx_threshold(amax, ct, RULE, ASM)
+    w0, w1 = split_words(w)
     if SR:
-        w0, w1 = split_words(w)
-        t0, t1 = split_words(t)
-        v0 = mx_round_stochastic(w0, t0, random, c, RULE, 0, ASM)
-        v1 = mx_round_stochastic(w1, t1, random, c, RULE, 1, ASM)
-        return join_words(v0, v1)
-    return mx_round(w, t, c, c64, RULE, ASM)
+        v0 = mx_round_stochastic(w0, t, random, c, RULE, 0, ASM)
+        v1 = mx_round_stochastic(w1, t, random, c, RULE, 1, ASM)
+    else:
+        v0 = mx_round(w0, t, c, c64, RULE, ASM)
+        v1 = mx_round(w1, t, c, c64, RULE, ASM)
+    return join_words(v0, v1)
 
 
 @triton.jit
@@ -152,7 +186,7 @@ def column_mx(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, HADAMARD: tl.
     W: tl.constexpr = w.shape[2]
     x = rotate_tokens(w, HADAMARD, ASM)
     amax = column_amax(x, 32, ASM)
-    note_blocks(tl.reshape(amax, [G, 1, W]), state, CARRIER, RULE, ASM)
+    note_blocks(amax, state, CARRIER, RULE, ASM)
     c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
     t = _spread_column(mx_threshold(amax, ct, RULE, ASM), G, W)
     return mx_round(x, t, c, c64, RULE, ASM)
@@ -164,7 +198,7 @@ def square_mx(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, ASM: tl.const
     G: tl.constexpr = w.shape[0]
     W: tl.constexpr = w.shape[2]
     amax = square_amax(w, 32, ASM)
-    note_blocks(tl.reshape(amax, [G, 1, W // 16]), state, CARRIER, RULE, ASM)
+    note_blocks(amax, state, CARRIER, RULE, ASM)
     c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
     t = _spread_square(mx_threshold(amax, ct, RULE, ASM), G, W)
     return mx_round(w, t, c, c64, RULE, ASM)
@@ -181,20 +215,16 @@ def row_nv(
     ASM: tl.constexpr,
 ):
     """Row view of an NV-style format in BF16 carriers; ``amax``, ``outer`` FP32 scalars of the tile."""
-    G: tl.constexpr = w.shape[0]
-    W: tl.constexpr = w.shape[2]
     block, _ = row_amax(w, 16, ASM)
-    multiplier, value, _ = nv_block(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
-    multiplier = _spread_row(multiplier, G, W)
-    value = _spread_row(value, G, W)
+    m, s = nv_block_safe(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
+    w0, w1 = split_words(w)
     if SR:
-        w0, w1 = split_words(w)
-        m0, m1 = split_words(multiplier)
-        s0, s1 = split_words(value)
-        v0 = nv_carrier_stochastic(w0, m0, m0, s0, s0, random, 0, ASM)
-        v1 = nv_carrier_stochastic(w1, m1, m1, s1, s1, random, 1, ASM)
-        return join_words(v0, v1)
-    return nv_carrier(w, multiplier, multiplier, value, value, ASM)
+        v0 = nv_carrier_stochastic(w0, m, m, s, s, random, 0, ASM)
+        v1 = nv_carrier_stochastic(w1, m, m, s, s, random, 1, ASM)
+    else:
+        v0 = nv_carrier(w0, m, m, s, s, ASM)
+        v1 = nv_carrier(w1, m, m, s, s, ASM)
+    return join_words(v0, v1)
 
 
 @triton.jit
@@ -211,8 +241,8 @@ def column_nv(
     W: tl.constexpr = w.shape[2]
     x = rotate_tokens(w, HADAMARD, ASM)
     block = column_amax(x, 16, ASM)
-    m0, s0, _ = nv_block(finite_or_nan(low_f32(block)), amax, outer, ALGORITHM, False, ASM)
-    m1, s1, _ = nv_block(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
+    m0, s0 = nv_block_safe(finite_or_nan(low_f32(block)), amax, outer, ALGORITHM, False, ASM)
+    m1, s1 = nv_block_safe(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
     return nv_carrier(
         x,
         _spread_column(m0, G, W),
@@ -229,7 +259,7 @@ def square_nv(w, amax, outer, ALGORITHM: tl.constexpr, ASM: tl.constexpr):
     G: tl.constexpr = w.shape[0]
     W: tl.constexpr = w.shape[2]
     block = square_amax(w, 16, ASM)
-    multiplier, value, _ = nv_block(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, True, ASM)
+    multiplier, value = nv_block_safe(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, True, ASM)
     multiplier = _spread_square(multiplier, G, W)
     value = _spread_square(value, G, W)
     return nv_carrier(w, multiplier, multiplier, value, value, ASM)
