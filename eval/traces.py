@@ -1,6 +1,7 @@
 """Small tables that fig01, fig02, fig03 and fig05 draw, all computed by running the quantisers.
 
-    scale_rounding.csv    fig01: one block rescaled to every BF16 amax of three octaves, under each E8M0 rule
+    scale_rounding.csv    fig01: normal values rescaled to every BF16 amax of three octaves, under each rule
+                          for E8M0 scales (32 rows of 32, each scaled to the amax; one tile for a 2D format)
     execution_routes.csv  fig02: how far a change travels, found by changing one element and looking which
                           codes, block scales and outer scales move
     scaling_domains.csv   fig03: outer scales of one matrix with local outliers, per 128 x 128 chunk
@@ -58,17 +59,16 @@ def scale_rounding() -> list[Row]:
 
     import fp4core
 
-    block = normal(32, seed=1)
-    block = block / block.abs().max()
-    tile = torch.stack([block.roll(i) for i in range(32)])  # every row holds the same 32 magnitudes
+    tile = normal(32, 32, seed=1)
+    rows_of = {True: tile / tile.abs().max(), False: tile / tile.abs().amax(1, keepdim=True)}
     grid = [2.0**octave * (1 + i / 128) for octave in range(3) for i in range(128)]  # every BF16 value
     amax = torch.tensor(grid)[:, None, None]
     rows = []
     for rule in E8M0_RULES:
         fmt = formats.get(rule)
-        x = amax * (tile if fmt.two_d else tile[:1])  # [amax, block rows, 32]; outer scales are constant
+        x = amax * rows_of[fmt.two_d]  # [amax, 32, 32]; outer scales are constant
         q = fp4core.quantize(x.flatten(0, 1), rule)
-        scale = block_scales(q).flatten() * q.outer_scale
+        scale = block_scales(q).view(len(grid), -1)[:, 0] * q.outer_scale
         largest = (q.unpack() & 7).view(len(grid), -1).amax(1)
         exact = x.to(torch.bfloat16).double()
         error = (q.dequantize().double().view_as(exact) - exact).square().sum((1, 2)) / exact.square().sum(

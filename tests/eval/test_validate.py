@@ -1,4 +1,4 @@
-"""Validation: the number is the mean NLL, its error is the sequences', and the gate tells learning from not."""
+"""Validation: the number is the mean NLL, its error the sequences', and the gate tells learning from not."""
 
 from __future__ import annotations
 
