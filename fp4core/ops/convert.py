@@ -44,6 +44,9 @@ def convert(model: nn.Module, recipe: Recipe | str, *, backend: str = "auto") ->
     for parent, name, layer in made:
         setattr(parent, name, layer)
     set_sr_state(model, seed=0, step=0)
+    # DistributedDataParallel would overwrite every rank's token offset with the first rank's
+    states = [name for name, _ in model.named_buffers(remove_duplicate=False) if name.endswith("sr_state")]
+    model._ddp_params_and_buffers_to_ignore = states
     return model
 
 

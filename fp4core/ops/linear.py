@@ -14,7 +14,8 @@ gate, up:
     backend(x, weights, state, spec, producers) -> outputs
       x          BF16 [T, K], contiguous, requires grad or not
       weights    list of FP32 or BF16 [N_i, K], the parameters themselves (a backend rounds them)
-      state      int64 [3] = seed, optimizer step, global index of x's first token; a private copy
+      state      int64 [3] = seed, optimizer step, global index of x's first token; never
+                 written in place, so it may be saved for backward
       spec       str, ``fp4core.ops.spec.decode(spec)`` is the LinearRecipe
       producers  list of int, ``fp4core.ops.spec.producer_id(block, index)`` of each linear; add the view
       outputs    list of BF16 [T, N_i], differentiable: d x BF16 (the sum over i rounded once), d weights_i in
@@ -92,8 +93,9 @@ class Linear(nn.Linear):
     rounded to BF16 either way. Raises ValueError for other dtypes or a wrong last dimension.
 
     ``sr_state`` (int64 [3], not in the state_dict) holds seed, step and the global index of the batch's first
-    token; it is copied at forward. ``fp4core.convert`` shares one among all layers and
-    ``fp4core.set_sr_state`` fills it.
+    token; a forward pass keeps the one it saw. ``fp4core.convert`` shares one among all layers and
+    ``fp4core.set_sr_state`` replaces it. ``ue5m3`` operands take the tensor's own amax at every
+    call, which is a sampling interval of one step.
     """
 
     def __init__(
@@ -167,8 +169,8 @@ def _apply(layers: Sequence[Linear], x: Tensor, state: Tensor | None) -> list[Te
     if first.plain_bf16 and device != "cpu" and first.backend == "auto":
         outputs = _bf16_linears(x2d, weights)
     else:
-        # copied so that a later set_sr_state cannot reach a backward pass that is still to come
-        state = first.sr_state.clone() if state is None else state
+        # set_sr_state makes a new tensor, so a backward pass that is still to come keeps this one
+        state = first.sr_state if state is None else state
         outputs = _BACKENDS[backend](x2d, weights, state, first.spec, [m.producer for m in layers])
     shape = x.shape[:-1]
     return [_finish(y, m.bias).to(dtype).reshape(*shape, m.out_features) for y, m in zip(outputs, layers)]

@@ -146,6 +146,7 @@ def test_state_is_shared_survives_moves_and_stays_out_of_the_state_dict():
     assert len({id(m.sr_state) for m in layers}) == 1
     assert layers[0].sr_state.tolist() == [2**40 + 1, 9, 1234]
     assert not any("sr_state" in name for name in model.state_dict())
+    assert len(model._ddp_params_and_buffers_to_ignore) == len(layers)
     moved = copy.deepcopy(model).to(torch.bfloat16)
     assert all(m.sr_state.dtype == torch.int64 for m in moved.modules() if isinstance(m, Linear))
     fp4core.set_sr_state(moved, 1, 1)
