@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "ops": {"reference", "kernels", "formats", "recipe"},
     "model": {"ops", "reference", "kernels", "formats", "recipe"},
     "train": {"model", "ops", "reference", "kernels", "formats", "recipe", "root"},
-    "bench": {"train", "model", "ops", "reference", "kernels", "formats", "recipe", "root"},
+    "bench": {"main", "train", "model", "ops", "reference", "kernels", "formats", "recipe", "root"},
     "main": {"train", "bench", "recipe"},
     "root": {"ops", "formats"},
     "eval": {"model", "formats", "recipe", "root"},

@@ -126,7 +126,7 @@ TOUCHES = {
     "boundary repeats": (("boundary", "repeats"), 4, {"boundary"}),
     "width": (("model", "ffn"), 512, set(recipe.STAGES) - {"data"}),
     "shuffle": (("data", "seed"), 9, set(recipe.STAGES) - {"boundary"}),
-    "vocabulary": (("model", "vocab"), 1024, set(recipe.STAGES)),
+    "vocabulary": (("model", "vocab"), 640, set(recipe.STAGES)),
     "backend": (("backend",), "reference", set(recipe.STAGES) - {"data"}),
 }
 
