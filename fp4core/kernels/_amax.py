@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4core.kernels._launch import check_matrix, packed_instructions, padded
+from fp4core.kernels._launch import GROUP, check_matrix, packed_instructions, padded, words
 from fp4core.kernels.device import high_f32, magnitudes
 from fp4core.kernels.nv import finite_or_nan
-from fp4core.kernels.tiles import column_amax, load_words, load_words_masked, rotate_tokens
+from fp4core.kernels.tiles import column_amax, load_any, rotate_tokens, rotate_tokens_tail
 
 CHUNK = 128
 STRIPE = 256
@@ -30,23 +30,29 @@ def _chunk_kernel(
     K: tl.constexpr,
     PLAIN: tl.constexpr,
     HADAMARD: tl.constexpr,
+    TAIL: tl.constexpr,
+    FP32: tl.constexpr,
     MASKED: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """One 128 x 128 chunk: amax of x (PLAIN) and of x rotated along tokens (HADAMARD not "none")."""
+    """One 128 x 128 chunk: amax of x (PLAIN) and of x rotated along tokens (HADAMARD not "none").
+
+    TAIL: M ends inside a Hadamard group. FP32: x is FP32 (int64 words).
+    """
     CHUNKS: tl.constexpr = (K + 127) // 128
     pid = tl.program_id(0)
     row = (pid // CHUNKS) * 128
     col = (pid % CHUNKS) * 128
     base = x_ptr + row.to(tl.int64) * (K // 2) + col // 2
-    if MASKED:
-        w = load_words_masked(base, K // 2, 4, 64, 2, one, M - row, K // 2 - col // 2)
-    else:
-        w = load_words(base, K // 2, 4, 64, 2, one)
+    w = load_any(base, K // 2, 4, 64, 2, one, M - row, K // 2 - col // 2, FP32, MASKED, ASM)
     if PLAIN:
         tl.store(out_ptr + pid, _largest(w, ASM))
     if HADAMARD != "none":
-        tl.store(rotated_ptr + pid, _largest(rotate_tokens(w, HADAMARD, ASM), ASM))
+        if TAIL:
+            rotated = rotate_tokens_tail(w, HADAMARD, M - row, ASM)
+        else:
+            rotated = rotate_tokens(w, HADAMARD, ASM)
+        tl.store(rotated_ptr + pid, _largest(rotated, ASM))
 
 
 @triton.jit
@@ -89,11 +95,13 @@ def _outer_kernel(
     tl.store(outer_ptr + pid, tl.div_rn(amax, amax * 0.0 + DIVISOR))
 
 
-def chunk_amax(x: Tensor, *, hadamard: str = "none", plain: bool = True) -> tuple[Tensor | None, Tensor | None]:
+def chunk_amax(
+    x: Tensor, *, hadamard: str = "none", plain: bool = True
+) -> tuple[Tensor | None, Tensor | None]:
     """Chunk maxima of x [M, K] and of x rotated along tokens.
 
     Args:
-        x: BF16 [M, K], contiguous.
+        x: BF16 or FP32 (rounded to BF16) [M, K], contiguous.
         hadamard: rotation of the second grid; "none" leaves it out.
         plain: whether the first grid is wanted.
 
@@ -108,7 +116,7 @@ def chunk_amax(x: Tensor, *, hadamard: str = "none", plain: bool = True) -> tupl
     out = x.new_empty(grid, dtype=torch.float32)
     rotated = torch.empty_like(out) if hadamard != "none" else out
     _chunk_kernel[(grid[0] * grid[1],)](
-        x.view(torch.int32),
+        words(x),
         out,
         rotated,
         m,
@@ -116,6 +124,8 @@ def chunk_amax(x: Tensor, *, hadamard: str = "none", plain: bool = True) -> tupl
         K=k,
         PLAIN=plain,
         HADAMARD=hadamard,
+        TAIL=hadamard != "none" and m % GROUP[hadamard] != 0,
+        FP32=x.dtype == torch.float32,
         MASKED=not whole,
         ASM=packed_instructions(x.device),
         num_warps=4,

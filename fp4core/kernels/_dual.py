@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 
 from fp4core.kernels.tiles import (
-    load_words,
-    load_words_masked,
+    load_any,
+    rotate_tokens_tail,
     store_columns,
     store_rows,
     store_rows_masked,
@@ -52,7 +52,9 @@ def dual_kernel(
     col_outer_ptr,
     sr_ptr,
     producer,
+    col_producer,
     M,
+    TOKENS,
     COL_STRIDE,
     one,
     K: tl.constexpr,
@@ -67,6 +69,10 @@ def dual_kernel(
     ROW_SQUARE: tl.constexpr,
     COL_SQUARE: tl.constexpr,
     SHARED: tl.constexpr,
+    COL_SR: tl.constexpr,
+    COL_KEPT: tl.constexpr,
+    TAIL: tl.constexpr,
+    FP32: tl.constexpr,
     MASKED: tl.constexpr,
     ASM: tl.constexpr,
     G: tl.constexpr,
@@ -77,7 +83,8 @@ def dual_kernel(
 
     All pointers to matrices are int32 words. ROW, COL: scale rule or algorithm, "none" for an absent view;
     ROW_SQUARE, COL_SQUARE: a 2D format, whose nv_cta has one outer scale; SHARED: the column view is the
-    transposed row view. K, M multiples of 32. PLACES: features of the unpadded tensor. ROW_STRIDE,
+    transposed row view. COL_KEPT: the column view is stored as it lies, [M, K] (BF16). TAIL: TOKENS, the rows
+    before padding, end inside a Hadamard group. FP32: x is FP32 (int64 words). K, M multiples of 32. PLACES: features of the unpadded tensor. ROW_STRIDE,
     COL_STRIDE: words per row of the row and of the column view.
     """
     TILES: tl.constexpr = (K + 2 * W - 1) // (2 * W)
@@ -89,10 +96,7 @@ def dual_kernel(
     base = x_ptr + token.to(tl.int64) * (K // 2) + feature // 2
     rows = M - token
     words = K // 2 - feature // 2
-    if MASKED:
-        w = load_words_masked(base, K // 2, G, W, VEC, one, rows, words)
-    else:
-        w = load_words(base, K // 2, G, W, VEC, one)
+    w = load_any(base, K // 2, G, W, VEC, one, rows, words, FP32, MASKED, ASM)
 
     chunks_k: tl.constexpr = (K + 127) // 128
     chunk = (token // 128) * chunks_k + feature // 128
@@ -128,19 +132,34 @@ def dual_kernel(
     if COL != "none":
         if SHARED:
             u = v
-        elif is_mx_rule(COL):
-            if COL_SQUARE:
-                u = square_mx(w, col_state, COL, COL_CARRIER, ASM)
-            else:
-                u = column_mx(w, col_state, COL, COL_CARRIER, COL_HADAMARD, ASM)
         else:
-            stripe = 0 if COL_SQUARE else feature // 256
-            amax, outer = nv_domain(col_amax_ptr, col_outer_ptr, COL, chunk, stripe)
-            if COL_SQUARE:
-                u = square_nv(w, amax, outer, COL, ASM)
+            x = w
+            if TAIL:
+                x = rotate_tokens_tail(w, COL_HADAMARD, TOKENS - token, ASM)
+            ROTATION: tl.constexpr = "none" if TAIL else COL_HADAMARD
+            if is_mx_rule(COL):
+                if COL_SQUARE:
+                    u = square_mx(x, col_state, COL, COL_CARRIER, ASM)
+                else:
+                    u = column_mx(x, col_state, COL, COL_CARRIER, ROTATION, ASM)
             else:
-                u = column_nv(w, amax, outer, COL, COL_HADAMARD, ASM)
-        column = finish_column(u, COL_CARRIER, ASM)
-        PER_WORD: tl.constexpr = 2 if COL_CARRIER == "bf16" else 4
-        place = col_ptr + feature.to(tl.int64) * COL_STRIDE + token // PER_WORD
-        store_columns(place, column, COL_STRIDE, MASKED, K - feature, rows // PER_WORD)
+                stripe = 0 if COL_SQUARE else feature // 256
+                amax, outer = nv_domain(col_amax_ptr, col_outer_ptr, COL, chunk, stripe)
+                if COL_SQUARE:
+                    u = square_nv(x, amax, outer, COL, ASM)
+                else:
+                    random = 0
+                    if COL_SR:
+                        random = random_words(sr_ptr, col_producer, token, feature, PLACES, G, W)
+                    u = column_nv(x, random, amax, outer, COL, ROTATION, COL_SR, ASM)
+        if COL_KEPT:
+            place = col_ptr + token.to(tl.int64) * COL_STRIDE + feature // 2
+            if MASKED:
+                store_rows_masked(place, u, COL_STRIDE, VEC, one, rows, words)
+            else:
+                store_rows(place, u, COL_STRIDE, VEC, one)
+        else:
+            column = finish_column(u, COL_CARRIER, ASM)
+            PER_WORD: tl.constexpr = 2 if COL_CARRIER == "bf16" else 4
+            place = col_ptr + feature.to(tl.int64) * COL_STRIDE + token // PER_WORD
+            store_columns(place, column, COL_STRIDE, MASKED, K - feature, rows // PER_WORD)

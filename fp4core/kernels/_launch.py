@@ -9,6 +9,9 @@ import triton
 from torch import Tensor
 from torch.nn import functional as F
 
+if triton.knobs.runtime.interpret:
+    from fp4core.kernels import _interpreter  # noqa: F401  imported for its effect
+
 
 def interpreted() -> bool:
     """True when kernels run in the Triton interpreter (on CPU tensors)."""
@@ -25,12 +28,20 @@ def packed_instructions(device: torch.device) -> bool:
     return not interpreted() and device.type == "cuda" and _packed(device.index or 0)
 
 
+GROUP = {"plain16": 16, "fixed16": 16, "fixed32": 32}  # tokens a Hadamard rotation mixes
+
+
+def words(x: Tensor) -> Tensor:
+    """A matrix as the integers that hold two of its values: int32 for BF16, int64 for FP32."""
+    return x.view(torch.int64 if x.dtype == torch.float32 else torch.int32)
+
+
 def check_matrix(x: Tensor) -> None:
-    """Raise ValueError unless x is a contiguous BF16 matrix on a device the kernels run on."""
-    if x.dim() != 2 or x.dtype != torch.bfloat16 or not x.is_contiguous():
+    """Raise ValueError unless x is a contiguous BF16 or FP32 matrix on a device the kernels run on."""
+    if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float32) or not x.is_contiguous():
         raise ValueError(
             f"kernels: got a {x.dtype} tensor of shape {tuple(x.shape)}, strides {x.stride()}; "
-            "needed a contiguous bfloat16 matrix"
+            "needed a contiguous bfloat16 or float32 matrix"
         )
     if x.device.type != "cuda" and not interpreted():
         raise ValueError(

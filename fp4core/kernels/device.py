@@ -55,7 +55,8 @@ def pack_rne(low, high, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
-    return ((_bf16_rne_bits(low) >> 16) & 0xFFFF) | _bf16_rne_bits(high)
+    else:
+        return ((_bf16_rne_bits(low) >> 16) & 0xFFFF) | _bf16_rne_bits(high)
 
 
 @triton.jit
@@ -92,7 +93,8 @@ def max2(a, b, ASM: tl.constexpr):
     """Packed unsigned 16-bit maximum."""
     if ASM:
         return _max2_asm(a, b)
-    return tl.maximum(_low16(a), _low16(b)) | (tl.maximum(_high16(a), _high16(b)) << 16)
+    else:
+        return tl.maximum(_low16(a), _low16(b)) | (tl.maximum(_high16(a), _high16(b)) << 16)
 
 
 @triton.jit
@@ -102,7 +104,8 @@ def min2(a, b, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "min.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
         )
-    return tl.minimum(_low16(a), _low16(b)) | (tl.minimum(_high16(a), _high16(b)) << 16)
+    else:
+        return tl.minimum(_low16(a), _low16(b)) | (tl.minimum(_high16(a), _high16(b)) << 16)
 
 
 @triton.jit
@@ -110,8 +113,9 @@ def reduce_max2(a, AXIS: tl.constexpr, ASM: tl.constexpr):
     """Packed unsigned maximum along an axis, which is kept with length one."""
     if ASM:
         return tl.reduce(a, AXIS, _max2_asm, keep_dims=True)
-    low = tl.max(_low16(a), AXIS, keep_dims=True)
-    return low | (tl.max(_high16(a), AXIS, keep_dims=True) << 16)
+    else:
+        low = tl.max(_low16(a), AXIS, keep_dims=True)
+        return low | (tl.max(_high16(a), AXIS, keep_dims=True) << 16)
 
 
 @triton.jit
@@ -129,17 +133,19 @@ def permute_bytes(a, b, SELECT: tl.constexpr, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, selector], dtype=tl.int32, is_pure=True, pack=1
         )
-    out = _byte(a, b, SELECT & 7)
-    out |= _byte(a, b, (SELECT >> 4) & 7) << 8
-    out |= _byte(a, b, (SELECT >> 8) & 7) << 16
-    return out | (_byte(a, b, (SELECT >> 12) & 7) << 24)
+    else:
+        out = _byte(a, b, SELECT & 7)
+        out |= _byte(a, b, (SELECT >> 4) & 7) << 8
+        out |= _byte(a, b, (SELECT >> 8) & 7) << 16
+        return out | (_byte(a, b, (SELECT >> 12) & 7) << 24)
 
 
 @triton.jit
 def _byte(a, b, INDEX: tl.constexpr):
     if INDEX < 4:
         return (a >> (8 * INDEX)) & 0xFF
-    return (b >> (8 * (INDEX - 4))) & 0xFF
+    else:
+        return (b >> (8 * (INDEX - 4))) & 0xFF
 
 
 @triton.jit
@@ -194,14 +200,15 @@ def encode_e4m3(value, ASM: tl.constexpr):
             pack=1,
         )
         return pair & 0xFF
-    v = tl.minimum(value, 448.0)
-    exponent = tl.maximum(v.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
-    m = (exponent + ((20 << 23) | 0x400000)).to(tl.float32, bitcast=True)  # unit 2^(e - 3)
-    v = (v + m) - m
-    normal = (v.to(tl.int32, bitcast=True) >> 20) - ((127 - 7) << 3)
-    subnormal = (v * 512.0).to(tl.int32)
-    byte = tl.where(v < 0.015625, subnormal, normal)
-    return tl.where(value != value, 0x7F, byte)
+    else:
+        v = tl.minimum(value, 448.0)
+        exponent = tl.maximum(v.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
+        m = (exponent + ((20 << 23) | 0x400000)).to(tl.float32, bitcast=True)  # unit 2^(e - 3)
+        v = (v + m) - m
+        normal = (v.to(tl.int32, bitcast=True) >> 20) - ((127 - 7) << 3)
+        subnormal = (v * 512.0).to(tl.int32)
+        byte = tl.where(v < 0.015625, subnormal, normal)
+        return tl.where(value != value, 0x7F, byte)
 
 
 @triton.jit
@@ -210,6 +217,60 @@ def decode_e4m3(byte):
     normal = ((byte + ((127 - 7) << 3)) << 20).to(tl.float32, bitcast=True)
     value = tl.where(byte < 8, byte.to(tl.float32) * 0.001953125, normal)
     return tl.where(byte == 0x7F, float("nan"), value)
+
+
+@triton.jit
+def round_e4m3(value, ASM: tl.constexpr):
+    """The E4M3 value (FP32) nearest to non-negative FP32, ties to even, saturating at 448; NaN stays NaN."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 t, u;
+            .reg .b32 h;
+            cvt.rn.satfinite.e4m3x2.f32 t, $1, $1;
+            cvt.rn.f16x2.e4m3x2 h, t;
+            mov.b32 {t, u}, h;
+            cvt.f32.f16 $0, t;
+            }""",
+            "=r,r",
+            [value],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return decode_e4m3(encode_e4m3(value, ASM))
+
+
+@triton.jit
+def divide(a, b, ASM: tl.constexpr):
+    """Correctly rounded FP32 a / b for operands and quotient well inside the normal range.
+
+    The fast path of the compiler's division without its range check: |a|, |b| in [2^-100, 2^100] or a NaN,
+    which stays NaN. Two Newton steps on the reciprocal, two remainder corrections on the quotient.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 r, e, q, n;
+            rcp.approx.ftz.f32 r, $2;
+            neg.f32 n, $2;
+            fma.rn.f32 e, n, r, 0f3F800000;
+            fma.rn.f32 r, e, r, r;
+            mul.f32 q, $1, r;
+            fma.rn.f32 e, n, q, $1;
+            fma.rn.f32 q, e, r, q;
+            fma.rn.f32 e, n, q, $1;
+            fma.rn.f32 $0, e, r, q;
+            }""",
+            "=r,r,r",
+            [a, b],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.div_rn(a, b)
 
 
 @triton.jit
@@ -244,14 +305,12 @@ def decode_e8m0(byte):
 def philox4x32(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10; all arguments and results uint32 (tensors or scalars that broadcast)."""
     for _ in tl.static_range(10):
-        hi0 = tl.umulhi(c0, 0xD2511F53)
-        lo0 = c0 * 0xD2511F53
-        hi1 = tl.umulhi(c2, 0xCD9E8D57)
-        lo1 = c2 * 0xCD9E8D57
-        c0 = hi1 ^ c1 ^ k0
-        c1 = lo1
-        c2 = hi0 ^ c3 ^ k1
-        c3 = lo0
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = p1.to(tl.uint32)
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = p0.to(tl.uint32)
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
     return c0, c1, c2, c3

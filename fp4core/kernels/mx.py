@@ -36,7 +36,6 @@ from fp4core.kernels.device import (
     low_f32,
     min2,
     pack_exact,
-    permute_bytes,
 )
 
 
@@ -93,7 +92,8 @@ def mx_constants(ref, CARRIER: tl.constexpr, RULE: tl.constexpr):
             _bf16_scaled(1.0, exponent + 6),
             _bf16_scaled(1.0, exponent + 4),
         )
-    return _bf16_scaled(6.0, exponent), _bf16_scaled(6.0, exponent + 6), _bf16_scaled(1.0, exponent + 6)
+    else:
+        return _bf16_scaled(6.0, exponent), _bf16_scaled(6.0, exponent + 6), _bf16_scaled(1.0, exponent + 6)
 
 
 @triton.jit
@@ -117,7 +117,8 @@ def mul2(a, b, ASM: tl.constexpr):
         return tl.inline_asm_elementwise(
             "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
         )
-    return pack_exact(low_f32(a) * low_f32(b), high_f32(a) * high_f32(b))
+    else:
+        return pack_exact(low_f32(a) * low_f32(b), high_f32(a) * high_f32(b))
 
 
 @triton.jit
@@ -156,8 +157,7 @@ def mx_round(w, t, c, c64, RULE: tl.constexpr, ASM: tl.constexpr):
                 """{
                 .reg .b32 p, m, r;
                 mul.rn.bf16x2 p, $1, $4;
-                abs.bf16x2 p, p;
-                max.NaN.bf16x2 p, p, $2;
+                max.NaN.xorsign.abs.bf16x2 p, p, $2;
                 lop3.b32 m, p, 0x7F807F80, 0x00400040, 0xEA;
                 fma.rn.bf16x2 r, $1, $3, m;
                 sub.rn.bf16x2 r, r, m;
@@ -173,8 +173,7 @@ def mx_round(w, t, c, c64, RULE: tl.constexpr, ASM: tl.constexpr):
             """{
             .reg .b32 p, m, r;
             mul.rn.bf16x2 p, $1, $4;
-            abs.bf16x2 p, p;
-            max.NaN.bf16x2 p, p, $2;
+            max.NaN.xorsign.abs.bf16x2 p, p, $2;
             lop3.b32 m, p, 0x7F807F80, 0x00400040, 0xEA;
             fma.rn.bf16x2 r, $1, $3, m;
             sub.rn.bf16x2 $0, r, m;
@@ -185,9 +184,10 @@ def mx_round(w, t, c, c64, RULE: tl.constexpr, ASM: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-    low = _round_half(low_f32(w), low_f32(c), low_f32(t), CLAMP)
-    high = _round_half(high_f32(w), high_f32(c), high_f32(t), CLAMP)
-    return pack_exact(low, high)
+    else:
+        low = _round_half(low_f32(w), low_f32(c), low_f32(t), CLAMP)
+        high = _round_half(high_f32(w), high_f32(c), high_f32(t), CLAMP)
+        return pack_exact(low, high)
 
 
 @triton.jit
@@ -215,13 +215,17 @@ def fp8_bytes(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
     """Words whose bytes 1 and 3 are the FP8 bytes of the two halves of shifted BF16 words."""
     SHIFT: tl.constexpr = 3 if CARRIER == "e5m2" else 4
     moved = v << SHIFT
-    return (moved & 0x7FFF7FFF) | (v & -2147450880)
-
-
-@triton.jit
-def join_bytes(b0, b1, ASM: tl.constexpr):
-    """One word of bytes (b0.1, b0.3, b1.1, b1.3): four neighbouring FP8 values."""
-    return permute_bytes(b0, b1, 0x7531, ASM)
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, 0x7FFF7FFF, $1, $2, 0xCA;",
+            "=r,r,r",
+            [moved, v],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (moved & 0x7FFF7FFF) | (v & -2147450880)
 
 
 @triton.jit

@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 from fp4core.kernels.device import (
-    decode_e4m3,
     decode_ue5m3,
-    encode_e4m3,
+    divide,
     encode_ue5m3,
     high_f32,
     low_f32,
     pack_exact,
     round_e2m1,
     round_e2m1_stochastic,
+    round_e4m3,
 )
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
@@ -47,53 +47,94 @@ def nv_enc(amax, ALGORITHM: tl.constexpr):
     """FP32 encode scale of a tensor's (chunk's) amax."""
     if ALGORITHM == "nv_cta":
         return _capped(tl.div_rn(448.0 + tl.zeros_like(amax), amax))
-    return _capped(tl.div_rn(2688.0 + tl.zeros_like(amax), amax))
+    else:
+        return _capped(tl.div_rn(2688.0 + tl.zeros_like(amax), amax))
 
 
 @triton.jit
-def nv_block(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr, ASM: tl.constexpr):
+def in_fast_range(amax):
+    """True where no step of a scale chain leaves FP32's normal range (or meets zero): 2^-60 <= amax <= 2^60."""
+    return (amax > 8.673617379884035e-19) & (amax < 1.152921504606847e18)
+
+
+@triton.jit
+def nv_block(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr, FAST: tl.constexpr):
     """Block scales of one domain.
 
     Args:
         amax_b: FP32 block maxima, already through ``finite_or_nan``.
-        amax: FP32 amax of the tensor or (nv_cta) chunk, broadcast to amax_b.
-        outer: FP32 outer scale: of the tensor or stripe; only nv_cta and ue5m3 read it.
+        amax: FP32 amax of the tensor or (nv_cta) chunk, a scalar.
+        outer: FP32 outer scale of the tensor or stripe, a scalar; only nv_cta and ue5m3 read it.
+        FAST: packed conversions and divisions without range checks; same bits where ``in_fast_range(amax)``
+            holds (nv_cta: of the chunk and of 448 outer).
 
     Returns:
-        (multiplier FP32, decoded block scale FP32, byte int32), of amax_b's shape.
+        (multiplier, decoded block scale), FP32 of amax_b's shape.
     """
     zero = tl.zeros_like(amax_b)
     one = zero + 1.0
     if ALGORITHM == "nv_te":
-        enc = nv_enc(amax, ALGORITHM) + zero
-        byte = encode_e4m3(_capped(amax_b * (enc * 0.16666667163372040)), ASM)
-        value = decode_e4m3(byte)
-        multiplier = _capped(tl.div_rn(one, value * tl.div_rn(one, enc)))
+        enc = nv_enc(amax, ALGORITHM)
+        value = round_e4m3(_capped(amax_b * (enc * 0.16666667163372040)), FAST)
+        step = value * tl.div_rn(1.0 + enc * 0.0, enc)
+        multiplier = _capped(divide(one, tl.where(step == 0.0, 1.0, step), FAST))
+        multiplier = tl.where(step == 0.0, FLT_MAX, multiplier)
     elif ALGORITHM == "ue5m3":
-        ratio = tl.div_rn(amax_b * 0.875, amax + zero) * 512.0
+        ratio = divide(amax_b * 0.875, amax + zero, FAST) * 512.0
         ratio = tl.where(amax_b == 0.0, 0.0, ratio)
         byte = encode_ue5m3(tl.where(amax == amax, ratio, amax + zero))
-        byte = tl.where(byte == 0, 120, byte)
-        value = decode_ue5m3(byte)
-        multiplier = _capped(tl.div_rn(one, value * (outer + zero)))
+        value = decode_ue5m3(tl.where(byte == 0, 120, byte))
+        step = value * outer
+        multiplier = _capped(divide(one, tl.where(step == 0.0, 1.0, step), FAST))
+        multiplier = tl.where(step == 0.0, FLT_MAX, multiplier)
     else:
-        enc = nv_enc(amax, ALGORITHM) + zero
-        m = decode_e4m3(encode_e4m3(tl.div_rn(zero + 6.0, amax_b * enc), ASM))
+        enc = nv_enc(amax, ALGORITHM)
+        # below 2^-20 the quotient saturates at 448 anyway
+        d = tl.maximum(amax_b * enc, 9.5367431640625e-07, propagate_nan=tl.PropagateNan.ALL)
+        m = round_e4m3(divide(zero + 6.0, d, FAST), FAST)
         multiplier = _capped(m * enc)
-        s = tl.div_rn(one, m)
-        whole = amax + zero
+        s = _reciprocal(m, FAST)
+        whole = amax
         if ALGORITHM == "nv_cta":
-            s0 = decode_e4m3(encode_e4m3(s, ASM))
-            g = tl.div_rn(amax + zero, zero + 448.0)
-            s = tl.div_rn(s0 * g, outer + zero)
+            g = tl.div_rn(amax, amax * 0.0 + 448.0)
+            s = divide(round_e4m3(s, FAST) * g, outer + zero, FAST)
             if TWO_D:
                 s = tl.where((s > 0.0) & (s < 0.001953125), 0.001953125, s)
-            whole = outer + zero
+            whole = outer
         s = tl.where(amax_b == 0.0, 0.0, s)
-        s = tl.where(whole == whole, s, whole)
-        byte = encode_e4m3(s, ASM)
-        value = decode_e4m3(byte)
-    return multiplier, value, byte
+        value = round_e4m3(tl.where(whole == whole, s, whole + zero), FAST)
+    return multiplier, value
+
+
+@triton.jit
+def nv_block_safe(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr, ASM: tl.constexpr):
+    """``nv_block`` by the fast chain where its range allows, by checked divisions elsewhere."""
+    if ASM:
+        fast = in_fast_range(amax)
+        if ALGORITHM == "nv_cta":
+            fast = fast & in_fast_range(outer * 448.0)
+        if fast:
+            multiplier, value = nv_block(amax_b, amax, outer, ALGORITHM, TWO_D, True)
+        else:
+            multiplier, value = nv_block(amax_b, amax, outer, ALGORITHM, TWO_D, False)
+        return multiplier, value
+    else:
+        return nv_block(amax_b, amax, outer, ALGORITHM, TWO_D, False)
+
+
+@triton.jit
+def _reciprocal(m, ASM: tl.constexpr):
+    """1 / m for an E4M3 value m, near enough to round to E4M3 as the exact quotient does.
+
+    1 / m differs from every midpoint of E4M3 by more than 1e-3 of itself unless it is a power of two, which the
+    approximation keeps on the right side as well.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [m], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(tl.zeros_like(m) + 1.0, m)
 
 
 @triton.jit
@@ -143,15 +184,14 @@ def nv_carrier(w, m_low, m_high, s_low, s_high, ASM: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-    low = nv_quantise(low_f32(w), m_low) * s_low
-    high = nv_quantise(high_f32(w), m_high) * s_high
-    return (pack_exact(low, high) & 0x7FFF7FFF) | (w & -2147450880)
+    else:
+        low = nv_quantise(low_f32(w), m_low) * s_low
+        high = nv_quantise(high_f32(w), m_high) * s_high
+        return (pack_exact(low, high) & 0x7FFF7FFF) | (w & -2147450880)
 
 
 @triton.jit
-def nv_carrier_stochastic(
-    w, m_low, m_high, s_low, s_high, random, PAIR: tl.constexpr, ASM: tl.constexpr
-):
+def nv_carrier_stochastic(w, m_low, m_high, s_low, s_high, random, PAIR: tl.constexpr, ASM: tl.constexpr):
     """As ``nv_carrier``, rounded with bytes 2 PAIR and 2 PAIR + 1 of the words ``random``.
 
     M = 2^13 x (start of y's binade) has the unit step / 512: adding 2 byte + 1 units, then truncating at a
@@ -200,6 +240,7 @@ def nv_carrier_stochastic(
             is_pure=True,
             pack=1,
         )
-    low = nv_quantise_stochastic(low_f32(w), m_low, (random >> (16 * PAIR)) & 0xFF) * s_low
-    high = nv_quantise_stochastic(high_f32(w), m_high, (random >> (16 * PAIR + 8)) & 0xFF) * s_high
-    return (pack_exact(low, high) & 0x7FFF7FFF) | (w & -2147450880)
+    else:
+        low = nv_quantise_stochastic(low_f32(w), m_low, (random >> (16 * PAIR)) & 0xFF) * s_low
+        high = nv_quantise_stochastic(high_f32(w), m_high, (random >> (16 * PAIR + 8)) & 0xFF) * s_high
+        return (pack_exact(low, high) & 0x7FFF7FFF) | (w & -2147450880)

@@ -17,7 +17,7 @@ produces wider carriers instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from torch import Tensor
 from fp4core import formats
 from fp4core.kernels._amax import chunk_amax, outer_scales
 from fp4core.kernels._dual import dual_kernel
-from fp4core.kernels._launch import check_matrix, packed_instructions, padded
+from fp4core.kernels._launch import GROUP, check_matrix, packed_instructions, padded, words
 
 CARRIERS = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 STATE_WORDS = 4  # reference exponent, largest maximum, 0x8000 - smallest, misfits
@@ -39,23 +39,27 @@ class View:
     Attributes:
         format: format name; a 2D format must be the same in both views.
         carrier: "e5m2", "e4m3" (MX formats only) or "bf16".
-        rounding: "nearest" or "stochastic" (row views of 1D formats).
+        rounding: "nearest" or "stochastic" (1D formats; column views only of NV-style formats).
         hadamard: "none", "plain16", "fixed16", "fixed32" (column views of 1D formats).
+        transposed: whether a column view is stored as [K, M]; False keeps [M, K] (BF16 carriers, whose GEMM
+            takes either), which costs no exchange through shared memory.
     """
 
     format: str
     carrier: str = "bf16"
     rounding: str = "nearest"
     hadamard: str = "none"
+    transposed: bool = True
 
 
 @dataclass(frozen=True)
 class SR:
     """Random state of a stochastic view: ``state`` int64 [3] on the device (seed, step, global index of the
-    first token), ``producer`` the producer id."""
+    first token), ``producer`` and ``col_producer`` the producer ids of the row and of the column view."""
 
     state: Tensor
     producer: int
+    col_producer: int = 0
 
 
 def new_state(views: int, device: torch.device | str, ref: int = 0) -> Tensor:
@@ -106,11 +110,15 @@ def _check_view(view: View, where: str) -> None:
             "needed 'bf16'"
         )
     if view.rounding not in ("nearest", "stochastic") or (
-        view.rounding == "stochastic" and (where == "col" or fmt.two_d)
+        view.rounding == "stochastic" and (fmt.two_d or (where == "col" and is_mx(view.format)))
     ):
         raise ValueError(
             f"produce: got rounding {view.rounding!r} for the {where} view of {view.format!r}; needed 'nearest', "
-            "or 'stochastic' for the row view of a 1D format"
+            "or 'stochastic' for a 1D format (column views: NV-style ones)"
+        )
+    if not view.transposed and (where == "row" or view.carrier != "bf16"):
+        raise ValueError(
+            f"produce: got transposed=False for the {where} view in {view.carrier!r}; needed a BF16 column view"
         )
     if view.hadamard != "none" and (where == "row" or fmt.two_d):
         raise ValueError(
@@ -162,7 +170,7 @@ def produce(
     """Both views of a matrix from one load.
 
     Args:
-        x: BF16 [M, K], contiguous.
+        x: BF16 or FP32 (rounded to BF16) [M, K], contiguous.
         row, col: the views wanted.
         row_state, col_state: int32 [4] of MX views (``new_state``), read for the reference and updated; a fresh
             state with reference 0 is made for a BF16 carrier without one.
@@ -184,23 +192,31 @@ def produce(
         if view is not None:
             _check_view(view, where)
     m, k = x.shape
-    stochastic = row is not None and row.rounding == "stochastic"
+    row_sr = row is not None and row.rounding == "stochastic"
+    col_sr = col is not None and col.rounding == "stochastic"
+    stochastic = row_sr or col_sr
     if stochastic and sr is None:
         raise ValueError(
             "produce: got stochastic rounding without random state; needed sr=SR(state, producer)"
         )
     if stochastic and k % 16:
         raise ValueError(f"produce: got K = {k} with stochastic rounding; needed a multiple of 16")
-    shared = row is not None and col is not None and formats.get(row.format).two_d and row == col
+    shared = (
+        row is not None
+        and col is not None
+        and formats.get(row.format).two_d
+        and row == replace(col, transposed=True)
+    )
     row_state, row_scaling = _scales(x, row, "row", row_state, row_scaling, None)
     col_state, col_scaling = _scales(x, col, "col", col_state, col_scaling, row_scaling if shared else None)
     xp = padded(x)
     mp, kp = xp.shape
     row_out = _output(x, row, (mp, kp), row_out)
-    col_out = _output(x, col, (kp, mp), col_out)
+    kept = col is not None and not col.transposed
+    col_out = _output(x, col, (mp, kp) if kept else (kp, mp), col_out)
     g, w, vec, warps = tile or default_tile(row, col)
     masked = mp % (32 * g) != 0 or kp % (2 * w) != 0
-    none = xp.view(torch.int32)  # stands in for absent pointers
+    none = words(xp)  # stands in for absent pointers
     dual_kernel[(triton.cdiv(mp, 32 * g) * triton.cdiv(kp, 2 * w),)](
         none,
         none if row is None else _words(row_out),
@@ -213,7 +229,9 @@ def produce(
         none if col_scaling is None else col_scaling.outer,
         none if sr is None else sr.state,
         0 if sr is None else sr.producer,
+        0 if sr is None else sr.col_producer,
         mp,
+        m,
         0 if col is None else col_out.stride(0) * col_out.element_size() // 4,
         1,
         K=kp,
@@ -221,13 +239,17 @@ def produce(
         ROW_STRIDE=0 if row is None else row_out.stride(0) * row_out.element_size() // 4,
         ROW="none" if row is None else rule(row.format),
         ROW_CARRIER="bf16" if row is None else row.carrier,
-        ROW_SR=stochastic,
+        ROW_SR=row_sr,
         COL="none" if col is None else rule(col.format),
         COL_CARRIER="bf16" if col is None else col.carrier,
         COL_HADAMARD="none" if col is None else col.hadamard,
         ROW_SQUARE=row is not None and formats.get(row.format).two_d,
         COL_SQUARE=col is not None and formats.get(col.format).two_d,
         SHARED=shared,
+        COL_SR=col_sr,
+        COL_KEPT=kept,
+        TAIL=col is not None and col.hadamard != "none" and m % GROUP[col.hadamard] != 0,
+        FP32=x.dtype == torch.float32,
         MASKED=masked,
         ASM=packed_instructions(x.device),
         G=g,

@@ -31,11 +31,16 @@ def load_words(base, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, VEC
     compiler must not specialise (``do_not_specialize``): it hides the contiguity that would pull a row's words
     into fewer lanes.
     """
+    return tl.load(base + _row_places(STRIDE, G, W, VEC, one))
+
+
+@triton.jit
+def _row_places(STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, one):
     f = tl.arange(0, W)[None, None, :] * one
     f = tl.multiple_of(tl.max_contiguous(f, (1, 1, VEC)), (1, 1, VEC))
     g = tl.arange(0, G)[:, None, None]
     t = tl.arange(0, 32)[None, :, None]
-    return tl.load(base + f + g * (32 * STRIDE) + t * STRIDE)
+    return f + g * (32 * STRIDE) + t * STRIDE
 
 
 @triton.jit
@@ -43,12 +48,52 @@ def load_words_masked(
     base, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, one, rows, words
 ):
     """``load_words`` where only ``rows`` rows and ``words`` words of the tile exist; the rest reads as zero."""
-    f = tl.arange(0, W)[None, None, :] * one
-    f = tl.multiple_of(tl.max_contiguous(f, (1, 1, VEC)), (1, 1, VEC))
     g = tl.arange(0, G)[:, None, None]
     t = tl.arange(0, 32)[None, :, None]
     real = (tl.arange(0, W)[None, None, :] < words) & (g * 32 + t < rows)
-    return tl.load(base + f + g * (32 * STRIDE) + t * STRIDE, mask=real, other=0)
+    return tl.load(base + _row_places(STRIDE, G, W, VEC, one), mask=real, other=0)
+
+
+@triton.jit
+def load_any(
+    base,
+    STRIDE: tl.constexpr,
+    G: tl.constexpr,
+    W: tl.constexpr,
+    VEC: tl.constexpr,
+    one,
+    rows,
+    words,
+    FP32: tl.constexpr,
+    MASKED: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Words of a BF16 matrix (int32 pointer) or of an FP32 one (int64 pointer, two values), rounded to BF16."""
+    if MASKED:
+        w = load_words_masked(base, STRIDE, G, W, VEC, one, rows, words)
+    else:
+        w = load_words(base, STRIDE, G, W, VEC, one)
+    if FP32:
+        low = w.to(tl.int32).to(tl.float32, bitcast=True)
+        high = (w >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        w = pack_rne(low, high, ASM)
+    return w
+
+
+@triton.jit
+def split_words(a):
+    """[G, 32, W] into its even and odd words, each [G, 32, W / 2]."""
+    G: tl.constexpr = a.shape[0]
+    W: tl.constexpr = a.shape[2]
+    return tl.split(tl.reshape(a, [G, 32, W // 2, 2]))
+
+
+@triton.jit
+def join_words(even, odd):
+    """Inverse of ``split_words``."""
+    G: tl.constexpr = even.shape[0]
+    W: tl.constexpr = even.shape[2]
+    return tl.reshape(tl.join(even, odd), [G, 32, 2 * W])
 
 
 @triton.jit
@@ -65,29 +110,29 @@ def row_amax(w, BLOCK: tl.constexpr, ASM: tl.constexpr):
     """Row-block maxima over BLOCK features (16 or 32).
 
     Returns:
-        ([G, 32, W * 2 // BLOCK, 1] with a maximum in both halves, [G, n, W * 2 // BLOCK] the same maxima packed).
+        ([G, 32, W / 2]: the block maximum of each pair of words, in both halves; [G, n, ..]: the same maxima
+        packed, in some order). The first is laid out like ``split_words(w)``: repeating the maxima over a
+        block's words happens before rows are unpacked, so that no thread computes for its neighbours.
     """
     G: tl.constexpr = w.shape[0]
     W: tl.constexpr = w.shape[2]
-    B: tl.constexpr = BLOCK // 2
-    a = magnitudes(w)
+    B: tl.constexpr = BLOCK // 4
+    even, odd = split_words(magnitudes(w))
+    a = max2(even, odd, ASM)
     if ASM:
-        # neighbouring words first, then two rows share a register for the exchange between lanes
-        a = tl.reshape(a, [G, 32, W // 2, 2])
-        even, odd = tl.split(a)
-        a = tl.reshape(max2(even, odd, ASM), [G, 16, 2, W // 2])
-        first, second = tl.split(tl.permute(a, [0, 1, 3, 2]))
+        # two rows share a register for the exchange between lanes
+        first, second = tl.split(tl.permute(tl.reshape(a, [G, 16, 2, W // 2]), [0, 1, 3, 2]))
         low = permute_bytes(first, second, 0x5410, ASM)
         high = permute_bytes(first, second, 0x7632, ASM)
-        both = tl.reshape(max2(low, high, ASM), [G, 16, W // B, B // 2])
-        both = reduce_max2(both, 3, ASM)
-        first = permute_bytes(both, both, 0x1010, ASM)
-        second = permute_bytes(both, both, 0x3232, ASM)
+        both = reduce_max2(tl.reshape(max2(low, high, ASM), [G, 16, W // (2 * B), B]), 3, ASM)
+        spread = tl.broadcast_to(both, [G, 16, W // (2 * B), B])
+        first = permute_bytes(spread, spread, 0x1010, ASM)
+        second = permute_bytes(spread, spread, 0x3232, ASM)
         rows = tl.permute(tl.join(first, second), [0, 1, 4, 2, 3])
-        return tl.reshape(rows, [G, 32, W // B, 1]), tl.reshape(both, [G, 16, W // B])
+        return tl.reshape(rows, [G, 32, W // 2]), both
     else:
-        rows = halves_max(reduce_max2(tl.reshape(a, [G, 32, W // B, B]), 3, ASM), ASM)
-        return rows, tl.reshape(rows, [G, 32, W // B])
+        both = halves_max(reduce_max2(tl.reshape(a, [G, 32, W // (2 * B), B]), 3, ASM), ASM)
+        return tl.reshape(tl.broadcast_to(both, [G, 32, W // (2 * B), B]), [G, 32, W // 2]), both
 
 
 @triton.jit
@@ -111,7 +156,7 @@ def _butterfly(v, H: tl.constexpr):
 
 
 @triton.jit
-def _rotate_f32(v, HADAMARD: tl.constexpr):
+def rotate_f32(v, HADAMARD: tl.constexpr):
     if HADAMARD != "plain16":
         token = tl.reshape(tl.arange(0, 32), [1, 32, 1])
         kept = (tl.full([1, 32, 1], 0x2817, tl.int32) >> (token % 16)) & 1
@@ -124,7 +169,8 @@ def _rotate_f32(v, HADAMARD: tl.constexpr):
     if HADAMARD == "fixed32":
         v = _butterfly(v, 16)
         return v * 0.17677669529663687
-    return v * 0.25
+    else:
+        return v * 0.25
 
 
 @triton.jit
@@ -135,7 +181,18 @@ def rotate_tokens(w, HADAMARD: tl.constexpr, ASM: tl.constexpr):
     """
     if HADAMARD == "none":
         return w
-    return pack_rne(_rotate_f32(low_f32(w), HADAMARD), _rotate_f32(high_f32(w), HADAMARD), ASM)
+    else:
+        return pack_rne(rotate_f32(low_f32(w), HADAMARD), rotate_f32(high_f32(w), HADAMARD), ASM)
+
+
+@triton.jit
+def rotate_tokens_tail(w, HADAMARD: tl.constexpr, rows, ASM: tl.constexpr):
+    """``rotate_tokens`` of a tile with ``rows`` real tokens: a last incomplete group stays as it is."""
+    GROUP: tl.constexpr = 32 if HADAMARD == "fixed32" else 16
+    G: tl.constexpr = w.shape[0]
+    token = tl.reshape(tl.arange(0, 32 * G), [G, 32, 1])
+    whole = token // GROUP * GROUP + GROUP <= rows
+    return tl.where(whole, rotate_tokens(w, HADAMARD, ASM), w)
 
 
 @triton.jit
@@ -173,22 +230,6 @@ def merge_pairs(b, ASM: tl.constexpr):
     W: tl.constexpr = b.shape[2]
     first, second = tl.split(tl.reshape(b, [G, 32, W // 2, 2]))
     return permute_bytes(first, second, 0x7531, ASM)
-
-
-@triton.jit
-def split_words(a):
-    """[G, 32, W] into its even and odd words, each [G, 32, W / 2]."""
-    G: tl.constexpr = a.shape[0]
-    W: tl.constexpr = a.shape[2]
-    return tl.split(tl.reshape(a, [G, 32, W // 2, 2]))
-
-
-@triton.jit
-def join_words(even, odd):
-    """Inverse of ``split_words``."""
-    G: tl.constexpr = even.shape[0]
-    W: tl.constexpr = even.shape[2]
-    return tl.reshape(tl.join(even, odd), [G, 32, 2 * W])
 
 
 @triton.jit

@@ -230,10 +230,12 @@ def row_nv(
 @triton.jit
 def column_nv(
     w,
+    random,
     amax,
     outer,
     ALGORITHM: tl.constexpr,
     HADAMARD: tl.constexpr,
+    SR: tl.constexpr,
     ASM: tl.constexpr,
 ):
     """Column view of an NV-style format in BF16 carriers, not yet transposed."""
@@ -243,14 +245,21 @@ def column_nv(
     block = column_amax(x, 16, ASM)
     m0, s0 = nv_block_safe(finite_or_nan(low_f32(block)), amax, outer, ALGORITHM, False, ASM)
     m1, s1 = nv_block_safe(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
-    return nv_carrier(
-        x,
-        _spread_column(m0, G, W),
-        _spread_column(m1, G, W),
-        _spread_column(s0, G, W),
-        _spread_column(s1, G, W),
-        ASM,
-    )
+    m0 = _spread_column(m0, G, W)
+    m1 = _spread_column(m1, G, W)
+    s0 = _spread_column(s0, G, W)
+    s1 = _spread_column(s1, G, W)
+    if SR:
+        x0, x1 = split_words(x)
+        a0, a1 = split_words(m0)
+        b0, b1 = split_words(m1)
+        c0, c1 = split_words(s0)
+        d0, d1 = split_words(s1)
+        v0 = nv_carrier_stochastic(x0, a0, b0, c0, d0, random, 0, ASM)
+        v1 = nv_carrier_stochastic(x1, a1, b1, c1, d1, random, 1, ASM)
+        return join_words(v0, v1)
+    else:
+        return nv_carrier(x, m0, m1, s0, s1, ASM)
 
 
 @triton.jit
