@@ -272,7 +272,7 @@ def norm_forward(
         ASM=packed_instructions(x.device),
         R=rows,
         W=triton.next_power_of_2(hidden // 2),
-        num_warps=max(1, min(8, rows * hidden // 2048)),
+        num_warps=max(1, min(8, triton.next_power_of_2(rows * hidden // 2048))),
     )
     return total, out, rstd
 

@@ -219,7 +219,7 @@ def words(t: Tensor | None, like: Tensor) -> Tensor:
         return like
     if t.dtype in (torch.int32, torch.int64, torch.float32):
         return t
-    return t.as_strided((1, 4 // t.element_size()), (1, 1)).view(torch.int32)
+    return t.as_strided((1, 4 // t.element_size()), (4, 1)).view(torch.int32)
 
 
 def groups_per_tile(tokens: int) -> int:

@@ -55,8 +55,8 @@ def attention_backward(
         grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout.float(), q32, k32, v32, full, lse, 0.0, True
         )
-    dq, dk, dv = (g.to(q.dtype) for g in grads)
-    return dq, _summed(dk, k), _summed(dv, v)
+    dq, dk, dv = grads
+    return dq.to(q.dtype), _summed(dk, k), _summed(dv, v)
 
 
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,8 +65,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _summed(grad: Tensor, like: Tensor) -> Tensor:
-    """Gradient of repeated heads, added up in FP32."""
+    """Gradient of repeated heads, added up in FP32, in ``like``'s type."""
     if grad.shape == like.shape:
-        return grad
-    grouped = grad.unflatten(1, (like.shape[1], -1))
-    return grouped.float().sum(2).to(grad.dtype)
+        return grad.to(like.dtype)
+    return grad.unflatten(1, (like.shape[1], -1)).float().sum(2).to(like.dtype)

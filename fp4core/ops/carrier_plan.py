@@ -45,6 +45,14 @@ def is_mx(operand: Operand) -> bool:
     return operand.format != "bf16" and formats.get(operand.format).block_scale == "e8m0"
 
 
+def constant_of(operand: Operand) -> float:
+    """Constant outer scale of the operand's format; 1 where the outer scale is on the device or absent."""
+    if operand.format == "bf16":
+        return 1.0
+    fmt = formats.get(operand.format)
+    return fmt.outer_constant if fmt.outer == "constant" else 1.0
+
+
 def operands(recipe: LinearRecipe) -> dict[int, Operand]:
     """View -> operand."""
     f, d, w = recipe.fprop, recipe.dgrad, recipe.wgrad

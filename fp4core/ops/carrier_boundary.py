@@ -1,0 +1,190 @@
+"""The boundaries between a block's matrix products: fused where one kernel can do them, in series elsewhere.
+
+A boundary turns what one product wrote into what the next ones read. Where every view it makes is of one MX format
+the kernels of ``fp4core.kernels.fused_*`` do it in one pass over the data; otherwise (scales that wait for a
+tensor's or stripe's amax, or views of two formats) the same arithmetic is done in BF16 first and the producers
+follow. Both give equal carriers. Shapes: T tokens, K hidden, F ffn features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp4core.kernels import fused_norm, fused_rope, fused_silu
+from fp4core.kernels.producers import CARRIERS, View
+from fp4core.ops.carrier_encode import encode, encode_gradients, settled, view_of
+from fp4core.ops.carrier_gemm import Carrier
+from fp4core.ops.carrier_groups import Group
+from fp4core.ops.carrier_plan import DY_COL, DY_ROW, X_COL, X_ROW, constant_of, is_mx
+
+_BF16 = torch.bfloat16
+
+
+def _mx_row(g: Group) -> bool:
+    op = g.operands[X_ROW]
+    return is_mx(op) and op.rounding == "nearest"
+
+
+def _mx_col(g: Group) -> bool:
+    op = g.operands[X_COL]
+    return is_mx(op) and op.rounding == "nearest"
+
+
+def _mx_gradients(g: Group) -> bool:
+    row, col = g.operands[DY_ROW], g.operands[DY_COL]
+    return is_mx(row) and row.format == col.format and col.rounding == "nearest"
+
+
+def _carrier(g: Group, view: int, data: Tensor) -> Carrier:
+    # called where the data is made: settling may move the reference for the steps to come
+    return Carrier(data, g.plan.refs[view], constant_of(g.operands[view]))
+
+
+def _view(g: Group, view: int, fused: bool) -> View | None:
+    return view_of(g, view) if fused else None
+
+
+def norm_forward(
+    g: Group, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Carrier, Tensor]:
+    """(x + delta, row operand of its RMSNorm, rstd): the input of a group's Fprop."""
+    if not _mx_row(g):
+        total, y, rstd = fused_norm.norm_forward(x, delta, weight, eps, None, None)
+        return total, encode(g, y, X_ROW, None)[0], rstd
+
+    def make() -> tuple[Tensor, Carrier, Tensor]:
+        view = view_of(g, X_ROW)
+        total, row, rstd = fused_norm.norm_forward(x, delta, weight, eps, view, g.state[X_ROW])
+        return total, _carrier(g, X_ROW, row), rstd
+
+    return settled(g, [X_ROW], make)
+
+
+def norm_backward(
+    g: Group,
+    before: Group | None,
+    dy: Tensor,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Carrier, list[Carrier], list[Carrier], Tensor]:
+    """(dx, column operand of the norm's output, row and column operands of dx for ``before``, dweight).
+
+    ``before``: the group whose output gradient dx is (the projection under the residual), or None.
+    """
+    y_fused = _mx_col(g)
+    d_fused = before is not None and _mx_gradients(before)
+
+    def make() -> tuple:
+        stochastic = d_fused and before.operands[DY_ROW].rounding == "stochastic"
+        dx, y, row, col, dw = fused_norm.norm_backward(
+            dy,
+            x,
+            residual,
+            weight,
+            rstd,
+            _view(g, X_COL, y_fused),
+            _view(before, DY_ROW, d_fused),
+            _view(before, DY_COL, d_fused),
+            (
+                g.state[X_COL] if y_fused else None,
+                before.state[DY_ROW] if d_fused else None,
+                before.state[DY_COL] if d_fused else None,
+            ),
+            (state, before.producers[0] + DY_ROW) if stochastic else None,
+        )
+        if y_fused:
+            y = _carrier(g, X_COL, y)
+        if d_fused:
+            row, col = [_carrier(before, DY_ROW, row)], [_carrier(before, DY_COL, col)]
+        return dx, y, row, col, dw
+
+    def checked() -> tuple:
+        return settled(g, [X_COL], make) if y_fused else make()
+
+    dx, y, row, col, dw = settled(before, [DY_ROW, DY_COL], checked) if d_fused else checked()
+    if not y_fused:
+        y = encode(g, y, None, X_COL)[1]
+    if before is not None and not d_fused:
+        row, col = encode_gradients(before, [dx], state, True, True)
+    return dx, y, row or [], col or [], dw
+
+
+def rope_backward(
+    g: Group, grads: Sequence[Tensor], table: Tensor, state: Tensor
+) -> tuple[list[Carrier], list[Carrier]]:
+    """Operands of (dQ, dK, dV) [B, heads, S, 128] rotated back, for the q, k, v group."""
+    t = grads[0].shape[0] * grads[0].shape[2]
+    widths = [d.shape[1] * d.shape[3] for d in grads]
+
+    def make() -> tuple[list[Carrier], list[Carrier]]:
+        row, col = view_of(g, DY_ROW), view_of(g, DY_COL)
+        rows = grads[0].new_empty((t, sum(widths)), dtype=CARRIERS[row.carrier])
+        cols = grads[0].new_empty((sum(widths), t), dtype=CARRIERS[col.carrier])
+        at = 0
+        for i, (d, width) in enumerate(zip(grads, widths)):
+            fused_rope.rope_backward(
+                d,
+                table,
+                rotate=i < 2,
+                row=row,
+                col=col,
+                row_out=rows[:, at : at + width],
+                col_out=cols[at : at + width],
+                states=(g.state[DY_ROW], g.state[DY_COL]),
+                sr=(state, g.producers[i] + DY_ROW) if row.rounding == "stochastic" else None,
+            )
+            at += width
+        return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)]
+
+    if _mx_gradients(g):
+        return settled(g, [DY_ROW, DY_COL], make)
+    flat = [d.new_empty((t, width)) for d, width in zip(grads, widths)]
+    for i, (d, out) in enumerate(zip(grads, flat)):
+        fused_rope.rope_backward(
+            d, table, rotate=i < 2, row=None, col=None, row_out=out, col_out=None, states=None, sr=None
+        )
+    return encode_gradients(g, flat, state, True, True)
+
+
+def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:
+    """Row operand of silu(gate) up, the input of the down group's Fprop."""
+    if not _mx_row(g):
+        return encode(g, fused_silu.silu_forward(gate, up, None, None), X_ROW, None)[0]
+
+    def make() -> Carrier:
+        return _carrier(g, X_ROW, fused_silu.silu_forward(gate, up, view_of(g, X_ROW), g.state[X_ROW]))
+
+    return settled(g, [X_ROW], make)
+
+
+def silu_backward(
+    g: Group, down: Group, dh: Tensor, gate: Tensor, up: Tensor, state: Tensor
+) -> tuple[list[Carrier], list[Carrier], Carrier]:
+    """(row operands, column operands of [dgate | dup] for their group, column operand of h for ``down``)."""
+    if not (_mx_gradients(g) and _mx_col(down)):
+        dgate, dup, h = fused_silu.silu_backward(dh, gate, up, None, None, None, None, None)
+        rows, cols = encode_gradients(g, [dgate, dup], state, True, True)
+        return rows, cols, encode(down, h, None, X_COL)[1]
+
+    def make() -> tuple[list[Carrier], list[Carrier], Carrier]:
+        row = view_of(g, DY_ROW)
+        producers = (g.producers[0] + DY_ROW, g.producers[1] + DY_ROW)
+        rows, cols, h = fused_silu.silu_backward(
+            dh,
+            gate,
+            up,
+            row,
+            view_of(g, DY_COL),
+            view_of(down, X_COL),
+            (g.state[DY_ROW], g.state[DY_COL], down.state[X_COL]),
+            (state, *producers) if row.rounding == "stochastic" else None,
+        )
+        return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)], _carrier(down, X_COL, h)
+
+    return settled(g, [DY_ROW, DY_COL], lambda: settled(down, [X_COL], make))
