@@ -90,15 +90,17 @@ def directory_files(directory: Path) -> dict[str, str]:
 
 
 def native_fp32(config: ModelConfig, weights: dict[str, Tensor], device: str) -> Callable[[Tensor], Tensor]:
-    """The trained model on the exported (BF16) weights, computing in FP32: int64 [T] -> FP32 [T, V]."""
+    """The trained model on the exported (BF16) weights, computing in FP32: int64 [T] -> FP32 [T, V].
+
+    It lives only as long as a call, so that it and transformers' copy never fill a GPU together.
+    """
     import torch
 
     from fp4core.model import Llama
 
-    model = Llama(config, compute_dtype=torch.float32).to(device).eval()
-    model.load_state_dict(weights)  # copies BF16 values into FP32 parameters: exact
-
     def logits(tokens: Tensor) -> Tensor:
+        model = Llama(config, compute_dtype=torch.float32).to(device).eval()
+        model.load_state_dict(weights)  # copies BF16 values into FP32 parameters: exact
         return model(tokens[None])[0].float()
 
     return logits
@@ -116,8 +118,13 @@ def run(job: jobs.Job, step: int, out: Path) -> dict[str, Any]:
 
     manifest, checkpoint = job.manifest(), job.checkpoint(step)
     tokenizer, tokenizer_sha256 = job.data_file("tokenizer.json")
-    stage_hash = job.study.stage_hash("downstream")
-    inputs = {"checkpoint_sha256": checkpoint.sha256, "tokenizer_sha256": tokenizer_sha256}
+    stage_hash = job.study.stage_hash("train")  # the benchmarks' settings change nothing in here ...
+    longest = max(job.study.train.sequence, job.study.downstream.max_length or 0)  # ... but for this
+    inputs = {
+        "checkpoint_sha256": checkpoint.sha256,
+        "tokenizer_sha256": tokenizer_sha256,
+        "longest_context": longest,
+    }
     records.archive_stale(out, job.results, recipe_hash=job.recipe.hash, stage_hash=stage_hash)
     if (kept := _kept(out, inputs)) is not None:
         return kept
@@ -137,11 +144,11 @@ def run(job: jobs.Job, step: int, out: Path) -> dict[str, Any]:
             native_logits=native_fp32(config, weights, device),
             table=rope_inv_freq(config),
             tokenizer=tokenizer,
-            longest_used=max(job.study.train.sequence, job.study.downstream.max_length or 0),
+            longest_used=longest,
             device=device,
         )
         head = job.envelope(
-            SCHEMA, "downstream", device=described, backend=manifest.get("backend", ""), inputs=inputs
+            SCHEMA, "train", device=described, backend=manifest.get("backend", ""), inputs=inputs
         )
         record = {**head, "step": step, **found, "files": directory_files(work)}
         records.write_json(work / "gate.json", record)
@@ -206,7 +213,7 @@ def main(arguments: list[str]) -> None:
     out = parsed.out or job.results / "export" / job.place
     run(job, step, out)
     if parsed.done:
-        stage_hash = job.study.stage_hash("downstream")
+        stage_hash = job.study.stage_hash("train")
         records.write_marker(
             parsed.done, out / "gate.json", recipe_hash=job.recipe.hash, stage_hash=stage_hash
         )

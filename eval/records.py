@@ -79,11 +79,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_marker(path: Path, record: Path, *, recipe_hash: str | None, stage_hash: str | None) -> None:
-    """The completion marker of `record`, which is what the workflow declares as an output."""
+    """The completion marker of `record`, which is what the workflow declares as an output.
+
+    `record` is stored relative to the marker, so both may be copied elsewhere together.
+    """
     write_json(
         path,
         {
-            "record": record.name,
+            "record": os.path.relpath(record, path.parent),
             "sha256": sha256_file(record),
             "recipe_hash": recipe_hash,
             "stage_hash": stage_hash,
@@ -163,8 +166,9 @@ def archive_stale(
     if (old.get("recipe_hash"), old.get("stage_hash")) == (recipe_hash, stage_hash):
         return
     name = f"s{old.get('seed')}-{old.get('recipe_hash')}-{old.get('stage_hash')}"
+    place = path.relative_to(results) if path.is_relative_to(results) else Path(path.name)
     base, number = results / "archive" / str(old.get("route")), 1
-    while (target := base / name / path.relative_to(results)).exists():
+    while (target := base / name / place).exists():
         number += 1
         name = f"{name.removesuffix(f'.{number - 1}')}.{number}"
     target.parent.mkdir(parents=True, exist_ok=True)

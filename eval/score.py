@@ -13,12 +13,15 @@ import logging
 import math
 import random
 import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eval import lm_tasks
 from eval.benchmarks import Selection
+
+PROGRESS_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,15 @@ def _counting_model(directory: Path, *, batch_size: int, max_length: int, device
             lengths = (len(context) + len(continuation) for _, context, continuation in requests)
             longest = self.max_length + 1  # the last token is only a target
             self.truncated = {doc for doc, length in zip(self._asked, lengths) if length > longest}
+            self._batches, self._done, self._told = -(-len(requests) // batch_size), 0, time.monotonic()
             return super()._loglikelihood_tokens(requests, *args, **kwargs)
+
+        def _model_call(self, *args: Any, **kwargs: Any) -> Any:
+            self._done += 1
+            if time.monotonic() - self._told > PROGRESS_SECONDS:
+                self._told = time.monotonic()
+                print(f"downstream: batch {self._done} of {self._batches}", flush=True)
+            return super()._model_call(*args, **kwargs)
 
     return CountingHFLM(
         pretrained=str(directory),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SCHEMA = "fp4core.validation"
 GATE_SCHEMA = "fp4core.validation_gate"
 RECIPE = "bf16"
+PROGRESS_SECONDS = 15.0
 
 
 def sequence_nll(model: Any, rows: np.ndarray, *, batch: int, device: str) -> list[float]:
@@ -34,8 +35,12 @@ def sequence_nll(model: Any, rows: np.ndarray, *, batch: int, device: str) -> li
     import torch
 
     values: list[float] = []
+    told = time.monotonic()
     with torch.inference_mode():
         for start in range(0, len(rows), batch):
+            if time.monotonic() - told > PROGRESS_SECONDS:
+                told = time.monotonic()
+                print(f"validate: sequence {start} of {len(rows)}", flush=True)
             ids = torch.from_numpy(rows[start : start + batch]).to(device)
             loss = model(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
             values += loss.double().view(len(ids), -1).mean(dim=1).tolist()
