@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 
 LABEL = 6.5
@@ -98,9 +99,8 @@ def beside_points(
 ) -> None:
     """Label scatter points so that no text covers another, a point, or the axes' edge.
 
-    points: {x, y (data), text, color}. Candidates lie on rings around the point; the cheapest free one
-    wins, in order
-    of how crowded a point is, and two more sweeps let early choices move. Far labels get a leader line.
+    points: {x, y (data), text, color}. Candidates lie on rings around the point; the cheapest wins, the
+    most crowded point first, and two more sweeps let early choices move. Far labels get a leader line.
     """
     figure = axes.figure
     renderer = figure.canvas.get_renderer()
@@ -113,48 +113,67 @@ def beside_points(
         box = text.get_window_extent(renderer)
         sizes.append((box.width + 1.5 * pixels, box.height + 0.5 * pixels))
         text.remove()
-    dots = [Bbox.from_bounds(x - 2.6 * pixels, y - 2.6 * pixels, 5.2 * pixels, 5.2 * pixels) for x, y in at]
-    fixed = list(avoid or [])
-    chosen: dict[int, tuple[Bbox, float]] = {}
-
-    def candidates(index: int):
-        (x, y), (w, h) = at[index], sizes[index]
-        for ring, radius in enumerate((5, 9, 14, 20, 28, 38, 50)):
-            for angle in np.deg2rad((0, 180, 35, -35, 145, -145, 90, -90, 65, -65, 115, -115)):
-                cx, cy = np.cos(angle), np.sin(angle)
-                left = x + radius * pixels * cx + (-w if cx < -0.3 else 0 if cx > 0.3 else -w / 2)
-                bottom = y + radius * pixels * cy + (-h / 2 if abs(cy) < 0.9 else 0 if cy > 0 else -h)
-                yield Bbox.from_bounds(left, bottom, w, h), ring + (0.2 if cx < 0 else 0)
-
-    def cost(box: Bbox, index: int) -> float:
-        total = 0.0
-        for other, dot in enumerate(dots):
-            total += 40 * overlap(box, dot) * (1 if other != index else 0.5)
-        for other, (placed, _) in chosen.items():
-            if other != index:
-                total += 100 * overlap(box, placed)
-        total += sum(8 * overlap(box, block) for block in fixed)
-        outside = max(0, frame.x0 - box.x0) + max(0, box.x1 - frame.x1) + max(0, frame.y0 - box.y0)
-        outside += max(0, box.y1 - frame.y1)
-        return total + 10 * outside / pixels
-
+    reach = 2.6 * pixels
+    dots = np.column_stack([at - reach, at + reach])
+    fixed = np.array([box.extents for box in avoid or []], dtype=float).reshape(-1, 4)
+    boxes = [_candidates(x, y, w, h, pixels) for (x, y), (w, h) in zip(at, sizes)]
+    chosen = np.full((len(points), 4), np.nan)
+    rings = np.zeros(len(points))
     distance = np.hypot(*(at[:, None] - at[None]).transpose(2, 0, 1))
     crowd = (distance < 60 * pixels).sum(1)
     for _ in range(3):
         for index in np.argsort(-crowd, kind="stable"):
-            best = min(
-                ((cost(box, index) + 2 * far, box, far) for box, far in candidates(index)), key=lambda c: c[0]
+            box, ring = boxes[index]
+            others = chosen.copy()
+            others[index] = np.nan
+            near = _shared(box, dots)
+            near[:, index] *= 0.5
+            cost = (
+                2 * ring
+                + 40 * near.sum(1)
+                + 100 * _shared(box, others).sum(1)
+                + 8 * _shared(box, fixed).sum(1)
             )
-            chosen[index] = (best[1], best[2])
+            outside = np.maximum(0, frame.x0 - box[:, 0]) + np.maximum(0, box[:, 2] - frame.x1)
+            outside += np.maximum(0, frame.y0 - box[:, 1]) + np.maximum(0, box[:, 3] - frame.y1)
+            best = int(np.argmin(cost + 10 * outside / pixels))
+            chosen[index], rings[index] = box[best], ring[best]
     for index, point in enumerate(points):
-        box, far = chosen[index]
+        box = Bbox.from_extents(*chosen[index])
         center = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
         x, y = axes.transData.inverted().transform(center)
-        if far >= 2:
+        if rings[index] >= 2:
             edge = (np.clip(at[index][0], box.x0, box.x1), np.clip(at[index][1], box.y0, box.y1))
             ex, ey = axes.transData.inverted().transform(edge)
             axes.plot([point["x"], ex], [point["y"], ey], color=point["color"], lw=0.4, alpha=0.8, zorder=1)
-        axes.text(x, y, point["text"], fontsize=size, color=darker(point["color"]), ha="center", va="center")
+        halo = [withStroke(linewidth=1.6, foreground="white")]
+        axes.text(
+            x, y, point["text"], fontsize=size, color=darker(point["color"]), ha="center", va="center",
+            path_effects=halo,
+        )  # fmt: skip
+
+
+def _candidates(x: float, y: float, w: float, h: float, pixels: float) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes [n, 4] (x0, y0, x1, y1) of a w x h text on rings around (x, y), and their ring and side cost."""
+    boxes, rings = [], []
+    for ring, radius in enumerate((5, 9, 14, 20, 28, 38, 50)):
+        for angle in np.deg2rad((0, 180, 35, -35, 145, -145, 90, -90, 65, -65, 115, -115)):
+            cx, cy = np.cos(angle), np.sin(angle)
+            left = x + radius * pixels * cx + (-w if cx < -0.3 else 0 if cx > 0.3 else -w / 2)
+            bottom = y + radius * pixels * cy + (-h / 2 if abs(cy) < 0.9 else 0 if cy > 0 else -h)
+            boxes.append((left, bottom, left + w, bottom + h))
+            rings.append(ring + (0.2 if cx < 0 else 0))
+    return np.array(boxes), np.array(rings)
+
+
+def _shared(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """``overlap`` of every box [n, 4] with every other [m, 4]: [n, m]; a NaN box overlaps nothing."""
+    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    area = np.prod(np.maximum(0, high - low), axis=2)
+    sizes = [np.prod(b[:, 2:] - b[:, :2], axis=1) for b in (boxes, others)]
+    least = np.minimum(sizes[0][:, None], sizes[1][None])
+    return np.nan_to_num(area / np.maximum(least, 1e-9))
 
 
 def overlap(a: Bbox, b: Bbox) -> float:

@@ -67,7 +67,7 @@ def fixed(value: Value, decimals: int, *, signed: bool = False, pad: bool = Fals
 def percent(value: Value) -> Decimal | None:
     """A fraction, as read, as a percentage with the same digits."""
     number = decimal(value)
-    return None if number is None else number * 100
+    return None if number is None else number.scaleb(2)
 
 
 def decimals_for(values: list[float], significant: int = 3, most: int = 8) -> int:

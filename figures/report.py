@@ -23,6 +23,7 @@ from figures.tables.render import to_csv, to_html
 
 TEMPLATES = Path(__file__).with_name("templates")
 LARGEST_SVG = 900_000
+NOT_INPUTS = ("note_", "version_", "study_", "validation_gate", "validation_unigram")
 INPUT_KEYS = re.compile(r"(sha256|hash|tokenizer|corpus|stream|data|inputs?)", re.I)
 FIRST_PAGE = {
     "study",
@@ -127,7 +128,7 @@ def facts(tidy: Tidy) -> list[tuple[str, str]]:
     inputs = [
         f"{key.replace('_', ' ')} {value}"
         for key, value in sorted(meta.items())
-        if value and INPUT_KEYS.search(key) and not key.startswith("note_")
+        if value and INPUT_KEYS.search(key) and not key.startswith(NOT_INPUTS)
     ]
     listed = f"{count(len(seeds), 'seed')} ({', '.join(map(str, seeds))})" if seeds else "no seeds recorded"
     return [

@@ -53,7 +53,6 @@ RC = {
     "axes.spines.right": False,
     "lines.linewidth": 1.1,
     "lines.markersize": 3.5,
-    "axes.formatter.use_mathtext": True,
     "axes.formatter.limits": (-4, 6),
     "axes.unicode_minus": True,
     "svg.hashsalt": "fp4core",

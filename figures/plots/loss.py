@@ -60,6 +60,8 @@ def _curves(tidy: Tidy) -> dict[str, pd.DataFrame]:
 
 def _band(per_seed: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
     """95% t interval over seeds at every step; NaN with one seed."""
+    if per_seed.shape[1] < 2:
+        return np.full(len(per_seed), np.nan), np.full(len(per_seed), np.nan)
     from scipy.stats import t
 
     n = per_seed.count(axis=1).to_numpy()

@@ -107,97 +107,85 @@ def draw_scale_rounding(tidy: Tidy) -> Figure:
 
 
 ARROW = {"arrowstyle": "-|>", "lw": 0.6, "mutation_scale": 5, "shrinkA": 0, "shrinkB": 0}
-DOMAINS = ("element", "block", "tile", "chunk", "stripe", "tensor")
-DOMAIN_COLORS = ("#ffffff", "#deebf7", "#bdd7ee", "#8fbbdd", "#5a98c9", "#08519c")
+COLUMNS = ("element", "block", "chunk", "stripe", "tensor")
+COLUMN_TITLES = {
+    "element": "one element",
+    "block": "one block (2D: tile)",
+    "chunk": "one 128×128 chunk",
+    "stripe": "one 256-row stripe",
+    "tensor": "the whole tensor",
+}
+CHIPS = {"codes": "#8ec5ea", "block scale": "#f2c879", "outer scale": "#8fd3b6"}
 
 
 def data_execution_routes(tidy: Tidy) -> pd.DataFrame:
     return tidy.table("execution_routes")
 
 
+def _patterns(frame: pd.DataFrame) -> list[tuple[list[str], list[tuple[str, str]]]]:
+    """(formats, [(step, column), ...]) of every distinct order of steps; a tile counts as a block."""
+    found: dict[tuple, list[str]] = {}
+    for name in _in_order(frame["format"], FORMAT_ORDER):
+        steps = frame[frame["format"] == name].sort_values("step_order")
+        key = tuple((row.step, "block" if row.domain == "tile" else row.domain) for row in steps.itertuples())
+        found.setdefault(key, []).append(name)
+    return [(names, list(key)) for key, names in found.items()]
+
+
 def caption_execution_routes(tidy: Tidy) -> str:
     return (
-        "Steps of each format's producer, left to right, shaded by how much of the tensor a step must have "
-        "seen. A bar before a step marks what it waits for: the further to the right the last bar, the "
-        "later codes and scales can be released. Traced from the quantisers."
+        "How much of the tensor must have been seen before each part of a quantised operand is complete, "
+        "found by changing single elements and looking which codes and scales move. Amax steps are outlined, "
+        "parts of the result filled. What stands furthest to the right decides when a producer can release "
+        "its output. Formats with the same order share a row; a two-dimensional block counts as a tile. "
+        "Formulas: Table 2."
     )
 
 
 def draw_execution_routes(tidy: Tidy) -> Figure:
-    frame = data_execution_routes(tidy)
-    formats = _in_order(frame["format"], FORMAT_ORDER)
-    most = int(frame.groupby("format").size().max())
-    lane = 0.66
-    height = 0.42 + lane * len(formats)
-    figure, grid = style.new(style.PAGE, height, margins=(0.0, 0.0, 0.0, 0.0))
+    patterns = _patterns(data_execution_routes(tidy))
+    present = [c for c in COLUMNS if any(c == column for _, steps in patterns for _, column in steps)]
+    chip, pitch, label, head = 0.17, 0.2, 1.6, 0.4
+    width = (style.PAGE - label - 0.06) / len(present)
+    wrapped = [textwrap.wrap(", ".join(names), 24, break_long_words=False) for names, _ in patterns]
+    deep = [max(sum(column == c for _, column in steps) for c in present) for _, steps in patterns]
+    heights = [max(pitch * n, 0.135 * len(lines)) + 0.14 for n, lines in zip(deep, wrapped)]
+    figure, grid = style.new(style.PAGE, head + sum(heights) + 0.04, margins=(0, 0, 0, 0))
     axes = grid[0, 0]
     axes.set_axis_off()
     axes.set_xlim(0, style.PAGE)
-    axes.set_ylim(height, 0)
-    left, right = 1.0, 0.06
-    pitch = (style.PAGE - left - right) / most
-    gap = 0.16
-    for row, name in enumerate(formats):
-        y = 0.42 + lane * row
-        axes.text(0.06, y + 0.36, name, fontsize=7, fontweight="bold", va="center")
-        steps = frame[frame["format"] == name].sort_values("step_order")
-        for place, step in enumerate(steps.itertuples()):
-            x, width = left + pitch * place, pitch - gap
-            shade = DOMAIN_COLORS[DOMAINS.index(step.domain)]
-            box = FancyBboxPatch(
-                (x, y + 0.15),
-                width,
-                0.42,
-                boxstyle="round,pad=0,rounding_size=0.04",
-                fc=shade,
-                ec=style.INK,
-                lw=0.5,
-            )
-            axes.add_patch(box)
-            ink = "#ffffff" if step.domain in ("tensor",) else style.INK
-            letters = int(width / 0.052)
-            _two_lines(axes, x + width / 2, y + 0.36, step.step, step.detail or "", letters, ink)
-            if place:
-                axes.annotate("", (x, y + 0.36), (x - gap, y + 0.36), arrowprops=ARROW)
-            if step.waits_for:
-                axes.plot([x - 0.035] * 2, [y + 0.12, y + 0.60], color=CLIP, lw=2, solid_capstyle="butt")
-                text = textwrap.shorten(
-                    "waits for " + step.waits_for, int((pitch - 0.02) / 0.047), placeholder="…"
+    axes.set_ylim(head + sum(heights) + 0.04, 0)
+    axes.text(0.06, 0.25, "must have seen", fontsize=6.5, va="center", color=style.GREY)
+    for place, column in enumerate(present):
+        x = label + width * place
+        axes.text(x + 0.02, 0.25, COLUMN_TITLES[column], va="center", fontweight="bold", fontsize=6.8)
+    y = head
+    for (_, steps), lines, height in zip(patterns, wrapped, heights):
+        axes.plot([0.06, style.PAGE - 0.06], [y, y], color=style.FAINT, lw=0.5)
+        axes.text(0.06, y + 0.08, "\n".join(lines), fontsize=6.5, va="top", linespacing=1.25)
+        previous = None
+        for place, column in enumerate(present):
+            mine = [step for step, where in steps if where == column]
+            x = label + width * place
+            for index, step in enumerate(mine):
+                top = y + 0.07 + pitch * index
+                color = CHIPS.get(step, "#ffffff" if step.endswith("amax") else "#e4e4e4")
+                box = FancyBboxPatch(
+                    (x, top), width - 0.28, chip, boxstyle="round,pad=0,rounding_size=0.03", fc=color,
+                    ec=style.INK, lw=0.5,
+                )  # fmt: skip
+                axes.add_patch(box)
+                text = textwrap.shorten(step, int((width - 0.3) / 0.05), placeholder="…")
+                axes.text(
+                    x + (width - 0.28) / 2, top + chip / 2, text, fontsize=6.5, ha="center", va="center"
                 )
-                axes.text(x - 0.035, y + 0.1, text, fontsize=6, color=CLIP, va="bottom")
-    present = [d for d in DOMAINS if d in set(frame["domain"])]
-    x = left
-    axes.text(0.06, 0.17, "needs", fontsize=6.5, va="center", color=style.GREY)
-    for domain in present:
-        axes.add_patch(
-            FancyBboxPatch(
-                (x, 0.1), 0.2, 0.13, boxstyle="round,pad=0,rounding_size=0.03", lw=0.5, ec=style.INK,
-                fc=DOMAIN_COLORS[DOMAINS.index(domain)],
-            )
-        )  # fmt: skip
-        axes.text(
-            x + 0.26,
-            0.17,
-            f"one {domain}" if domain != "tensor" else "whole tensor",
-            fontsize=6.5,
-            va="center",
-        )
-        x += 1.0
+            if mine:
+                level = y + 0.07 + chip / 2
+                if previous is not None:
+                    axes.annotate("", (x, level), (previous, level), arrowprops=ARROW)
+                previous = x + width - 0.28
+        y += height
     return figure
-
-
-def _two_lines(axes, x: float, y: float, step: str, detail: str, letters: int, ink: str) -> None:
-    """A step's name and, where it fits, its formula, inside a box of ``letters`` characters."""
-    name = textwrap.wrap(step, letters)
-    if len(name) > 1 or not detail:
-        axes.text(
-            x, y, "\n".join(name[:2]), fontsize=6.5, ha="center", va="center", color=ink, linespacing=1.15
-        )
-        return
-    axes.text(x, y - 0.085, name[0], fontsize=6.5, ha="center", va="center", color=ink)
-    short = textwrap.shorten(detail, int(letters * 1.08), placeholder=" …")
-    if short != "…":
-        axes.text(x, y + 0.085, short, fontsize=6, ha="center", va="center", color=ink)
 
 
 def data_cta_scaling(tidy: Tidy) -> pd.DataFrame:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm
@@ -64,30 +62,46 @@ def draw_speed_quality(tidy: Tidy) -> Figure:
 
 
 def _scatter(axes, mine: pd.DataFrame, looks) -> None:
+    """Points with their bars, the frontier, and labels that keep clear of all of them."""
     unit = 1000.0 if mine["tokens_per_s"].max() >= 5000 else 1.0
     x, y = mine["tokens_per_s"] / unit, mine["excess"]
-    x_span, y_span = (x.max() - x.min()) or x.max(), (y.max() - y.min()) or 1.0
+    low, high = mine["excess_low"].fillna(y).min(), mine["excess_high"].fillna(y).max()
+    x_span, y_span = (x.max() - x.min()) or x.max(), (high - low) or 1.0
     axes.set_xlim(x.min() - 0.12 * x_span, x.max() + 0.14 * x_span)
-    axes.set_ylim(min(y.min(), 0) - 0.1 * y_span, y.max() + 0.1 * y_span)
+    axes.set_ylim(min(low, 0) - 0.1 * y_span, high + 0.1 * y_span)
     axes.axhline(0, color=style.FAINT, lw=0.6, zorder=0)
     front = mine[mine["frontier"]].sort_values("tokens_per_s")
-    axes.step(front["tokens_per_s"] / unit, front["excess"], where="post", color=style.GREY, lw=0.8, zorder=0)
-    points, boxes = [], []
-    pixels = axes.figure.dpi / 72
+    front_x, front_y = (front["tokens_per_s"] / unit).tolist(), front["excess"].tolist()
+    axes.step(front_x, front_y, where="post", color=style.GREY, lw=0.8, zorder=0)
+    points, bars = [], [((x0, y0), (x1, y0)) for x0, x1, y0 in zip(front_x, front_x[1:], front_y)]
+    bars += [((x1, y0), (x1, y1)) for x1, y0, y1 in zip(front_x[1:], front_y, front_y[1:])]
     for row in mine.itertuples():
         look = looks.get(row.route) or style.look(row.route)
         px = row.tokens_per_s / unit
         if np.isfinite(row.p10) and np.isfinite(row.p90):
             axes.hlines(row.excess, row.p10 / unit, row.p90 / unit, color=look.color, lw=0.5, alpha=0.6)
+            bars.append(((row.p10 / unit, row.excess), (row.p90 / unit, row.excess)))
         if np.isfinite(row.excess_low):
             axes.vlines(px, row.excess_low, row.excess_high, color=look.color, lw=0.7)
-        axes.plot(px, row.excess, look.marker, color=look.color, ms=5, mew=0.5, mec="white")
+            bars.append(((px, row.excess_low), (px, row.excess_high)))
+        axes.plot(
+            px,
+            row.excess,
+            look.marker,
+            color=look.color,
+            ms=7 if look.marker == "*" else 5,
+            mew=0.5,
+            mec="white",
+        )
         points.append({"x": px, "y": row.excess, "text": look.short, "color": look.color})
-    corners = axes.transData.transform(np.column_stack([front["tokens_per_s"] / unit, front["excess"]]))
-    for (x0, y0), (x1, y1) in pairwise(corners):
-        boxes.append(Bbox.from_extents(x0, y0 - pixels, x1, y0 + pixels))
-        boxes.append(Bbox.from_extents(x1 - pixels, min(y0, y1), x1 + pixels, max(y0, y1)))
-    labels.beside_points(axes, points, avoid=boxes)
+    labels.beside_points(axes, points, avoid=[_bar_box(axes, *bar) for bar in bars])
+
+
+def _bar_box(axes, start: tuple[float, float], end: tuple[float, float]) -> Bbox:
+    """Window box of a horizontal or vertical line between two data points, one point thick."""
+    (x0, y0), (x1, y1) = axes.transData.transform([start, end])
+    half = axes.figure.dpi / 144
+    return Bbox.from_extents(min(x0, x1) - half, min(y0, y1) - half, max(x0, x1) + half, max(y0, y1) + half)
 
 
 def data_dgrad(tidy: Tidy) -> pd.DataFrame:

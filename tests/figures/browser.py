@@ -33,7 +33,9 @@ class Browser:
         self.profile = tempfile.mkdtemp(prefix="browser-")
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
         options += [f"--user-data-dir={self.profile}", "--remote-debugging-port=0", "about:blank"]
-        self.process = subprocess.Popen([find(), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.process = subprocess.Popen(
+            [find(), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         port_file = Path(self.profile) / "DevToolsActivePort"
         deadline = time.monotonic() + 30
         while not port_file.is_file() or not port_file.read_text().strip():
@@ -47,8 +49,12 @@ class Browser:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         key = base64.b64encode(os.urandom(16)).decode()
         path = url.split(str(port), 1)[1]
-        request = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        self.socket.sendall(f"{request}Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode())
+        request = (
+            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        )
+        self.socket.sendall(
+            f"{request}Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
+        )
         self.buffer = b""
         while b"\r\n\r\n" not in self.buffer:
             self.buffer += self.socket.recv(4096)
@@ -57,7 +63,13 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         mobile = width < 600
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=mobile)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=mobile,
+        )
         if dark:
             features = [{"name": "prefers-color-scheme", "value": "dark"}]
             self.call("Emulation.setEmulatedMedia", features=features)

@@ -61,6 +61,9 @@ def write(
             ("tokens", "327680"),
             ("date", "2026-01-02T03:04:05Z"),
             ("commit", "0123456789ab"),
+            ("study_settings", '{"study":"synthetic"}'),
+            ("data_sha256", "ab" * 32),
+            ("validation_stream_sha256", "cd" * 32),
             ("version_torch", "2.13.0"),
             ("note_downstream", "Samples of the benchmarks: scores are not comparable with whole sets."),
         ],
@@ -353,7 +356,8 @@ def dgrad(seeds, blocks, components) -> pd.DataFrame:
 def boundary(chosen) -> pd.DataFrame:
     rows = []
     for i, slug, *_ in chosen:
-        for b, name in enumerate(("norm_qkv", "attention_output", "norm_gate_up", "silu_down")):
+        names = ("norm_qkv", "attention_output", "norm_gate_up", "silu_down")
+        for b, name in enumerate(f"{n}_{d}" for d in ("forward", "backward") for n in names):
             gemm = 1.2 + 0.3 * b
             serial = {"reduce": 0.10 + 0.01 * i, "quantise": 0.35, "layout": 0.2, "gemm": gemm}
             fused = {"reduce": 0.02, "quantise": 0.28, "gemm": gemm}
@@ -431,16 +435,28 @@ def weight_2d() -> pd.DataFrame:
 
 
 def execution_routes() -> pd.DataFrame:
+    seen = {
+        "mxfp4": [("block amax", "block"), ("block scale", "block"), ("codes", "block")],
+        "mxfp4_w2d": [("block amax", "tile"), ("block scale", "tile"), ("codes", "tile")],
+        "nvfp4": [
+            ("block amax", "block"),
+            ("tensor amax", "tensor"),
+            ("outer scale", "tensor"),
+            ("block scale", "tensor"),
+            ("codes", "tensor"),
+        ],
+        "nvfp4_cta": [
+            ("block amax", "block"),
+            ("chunk amax", "chunk"),
+            ("codes", "chunk"),
+            ("stripe amax", "stripe"),
+            ("outer scale", "stripe"),
+            ("block scale", "stripe"),
+        ],
+    }
     rows = [
-        ("mxfp4", 0, "amax of 1x32", "block", None, "max |x|"),
-        ("mxfp4", 1, "E8M0 scale", "block", None, "127 + ceil(log2 amax)"),
-        ("mxfp4", 2, "codes and scales out", "block", None, "q = E2M1(6x/s)"),
-        ("nvfp4", 0, "amax of the tensor", "tensor", None, "S = 2688/amax"),
-        ("nvfp4", 1, "amax of 1x16", "block", "tensor amax", "M = E4M3(6/(amax_b S))"),
-        ("nvfp4", 2, "codes and scales out", "block", None, "q = E2M1(x M S)"),
-        ("nvfp4_cta", 0, "amax of 128x128", "chunk", None, "S = 448/amax_c"),
-        ("nvfp4_cta", 1, "codes out", "block", "chunk amax", "q = E2M1(x M S)"),
-        ("nvfp4_cta", 2, "outer scale of the stripe", "stripe", "all chunks of 256 rows", "max g"),
-        ("nvfp4_cta", 3, "block scales out", "block", "stripe factor", "s = E4M3(s0 g/outer)"),
+        (name, order, step, domain, "amax" if order else None, "made up")
+        for name, steps in seen.items()
+        for order, (step, domain) in enumerate(steps)
     ]
     return frame(rows, "format step_order step domain waits_for detail")

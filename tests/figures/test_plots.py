@@ -1,0 +1,136 @@
+"""Every figure: from tidy tables, at print size, no text over another, the same bytes every time."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+
+from figures import style
+from figures.__main__ import main
+from figures.data import Tidy
+from figures.labels import overlap, text_boxes
+from figures.plots import FIGURES
+from tests.figures import synthetic
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = {entry.name: entry for entry in FIGURES}
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_figure_is_written_in_three_formats(name, results):
+    folder = results / "figures"
+    assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+    assert b"<svg" in (folder / f"{name}.svg").read_bytes()[:2000]
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_no_text_overlaps_or_leaves_the_page(name, tidy_three):
+    with plt.rc_context(style.RC):
+        figure = ENTRIES[name].draw(tidy_three)
+        width, height = figure.get_size_inches()
+        assert width in (style.COLUMN, style.PAGE) and height <= 9.5
+        boxes = text_boxes(figure)
+        edge_x, edge_y = width * figure.dpi, height * figure.dpi
+        plt.close(figure)
+    outside = [t for t, b in boxes if b.x0 < -1 or b.y0 < -1 or b.x1 > edge_x + 1 or b.y1 > edge_y + 1]
+    assert not outside
+    clashes = [
+        (a, b)
+        for i, (a, box) in enumerate(boxes)
+        for b, other in boxes[i + 1 :]
+        if overlap(box, other) > 0.05
+    ]
+    assert not clashes
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_captions_and_data_exist_without_drawing(name, tidy_one):
+    entry = ENTRIES[name]
+    assert len(entry.caption(tidy_one)) > 80
+    assert len(entry.data(tidy_one)) > 0
+    if name[3:5] >= "07":
+        assert "Imaginary CPU" in entry.caption(tidy_one)
+
+
+def test_same_input_gives_the_same_bytes_in_another_process(one, results, tmp_path):
+    only = "fig03,fig04,fig11"
+    command = [
+        sys.executable,
+        "-m",
+        "figures",
+        "plots",
+        "--tidy",
+        str(one),
+        "--out",
+        str(tmp_path),
+        "--only",
+        only,
+    ]
+    subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 9
+    for path in files:
+        again = (results / "figures" / path.name).read_bytes()
+        assert hashlib.sha256(path.read_bytes()).digest() == hashlib.sha256(again).digest(), path.name
+
+
+def test_every_route_has_its_own_colour_and_marker():
+    looks = list(style.LOOKS.values())
+    assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(looks) == 12
+    assert len({look.short for look in looks}) == 12
+    assert style.look("my_route", "My route").short == "My route"
+    assert style.look("my_route", "x" * 60).short == "my route"
+
+
+def test_a_missing_table_is_one_clear_error_and_nothing_is_written(tmp_path, capsys):
+    tidy = synthetic.write(tmp_path / "tidy", steps=60)
+    (tidy / "dgrad.csv").unlink()
+    header = (tidy / "boundary.csv").read_text().splitlines()[0]
+    (tidy / "boundary.csv").write_text(header + "\n")
+    out = tmp_path / "figures"
+    assert main(["plots", "--tidy", str(tidy), "--out", str(out)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ") and message.count("\n") == 1
+    assert (
+        "fig12_dgrad_error needs dgrad.csv" in message
+        and "fig06_fusion_schedule needs boundary.csv" in message
+    )
+    assert not out.exists()
+    assert main(["plots", "--tidy", str(tidy), "--out", str(out), "--only", "fig06,fig08", "--partial"]) == 0
+    assert "skipped fig06_fusion_schedule: needs boundary.csv" in capsys.readouterr().out
+    assert sorted(p.name for p in out.iterdir()) == [
+        f"fig08_training_loss_zoom.{k}" for k in ("pdf", "png", "svg")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--only", "fig99"], "unknown name 'fig99'"), (["--tidy", "nowhere"], "nowhere is no directory")],
+)
+def test_bad_arguments_are_one_line(tmp_path, capsys, one, arguments, message):
+    assert main(["plots", "--tidy", str(one), "--out", str(tmp_path), *arguments]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_studies_of_few_routes_draw(tmp_path):
+    for name, routes in (("control", ("bf16",)), ("alone", ("mxfp4_sr",))):
+        tidy = Tidy(synthetic.write(tmp_path / name, steps=60, routes=routes, diverged=False))
+        with plt.rc_context(style.RC):
+            for entry in FIGURES[5:11]:
+                plt.close(entry.draw(tidy))
+
+
+def test_figures_import_neither_torch_nor_our_other_packages():
+    code = (
+        "import sys, figures.__main__, figures.report, figures.plots, figures.tables, figures.summary\n"
+        "bad = [m for m in sys.modules if m.split('.')[0] in ('torch', 'fp4core', 'eval', 'transformers')]\n"
+        "assert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
