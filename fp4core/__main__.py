@@ -25,13 +25,18 @@ COMMANDS = {
     "bench": ("fp4core.bench", "kernel and boundary timings"),
     "doctor": ("fp4core.train.commands.doctor", "what this machine can run, and what a study still lacks"),
     "bind": ("fp4core.train.commands.bind", "enter local files with their hashes into inputs.yaml"),
+    "build-shards": ("fp4core.train.commands.build_shards", "token shards of a user's documents"),
+    "build-validation": (
+        "fp4core.train.commands.build_validation",
+        "the fixed validation stream of a user's documents",
+    ),
 }
 EXIT_RUN, EXIT_INPUT, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 75, 130
 
 
 def usage() -> str:
     """The list of commands."""
-    lines = [f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()]
+    lines = [f"  {name:<18}{text}" for name, (_, text) in COMMANDS.items()]
     return "usage: python -m fp4core COMMAND [options]\n\n" + "\n".join(lines)
 
 

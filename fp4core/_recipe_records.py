@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+from fp4core._recipe_inputs import Binding
 from fp4core._recipe_load import entry
 from fp4core._recipe_route import Recipe
 from fp4core._recipe_study import Study
@@ -79,6 +80,9 @@ class RunManifest(_Record):
 
     recipe: Recipe = entry(doc="resolved")
     study_settings: Study = entry(doc="resolved")
+    bindings: dict[str, Binding] = dataclasses.field(
+        metadata={"doc": "kind -> bound directory and hashes; empty for embedded data"}
+    )
     starts: tuple[Start, ...] = entry(doc="every process that trained a part")
 
 

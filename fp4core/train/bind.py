@@ -33,7 +33,7 @@ EVALUATION = {
     "winogrande": (("validation",), ("sentence", "option1", "option2", "answer")),
     "arc_challenge": (("test",), ("id", "question", "choices", "answerKey")),
 }
-SPLITS = ("train", "validation", "dev", "test")
+SPLITS = ("test", "dev", "validation", "train")
 _HEADER = "# Local files bound by SHA-256, written by: fp4core bind KIND PATH (schemas/inputs.schema.json)\n"
 
 

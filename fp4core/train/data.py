@@ -1,8 +1,7 @@
 """The data stage: text -> tokenizer.json, train.arrow, validation.arrow and data.json with every hash.
 
 The directory is built beside its place and put there by a rename. Making it again with the same settings
-and sources does nothing. `open_source` is where bound corpora join: whatever it returns is written by the
-same code.
+and sources does nothing. A study whose source is `bound` joins in bound.py.
 """
 
 from __future__ import annotations
@@ -14,41 +13,40 @@ from typing import Any
 
 import numpy as np
 
-from fp4core.recipe import Study, missing_inputs
+from fp4core.recipe import Study
 
 from . import tokens
+from .bound import bindings_of, build_bound
 from .corpus import Corpus, embedded_corpus
 from .records import envelope, read_json, sha256_bytes, sha256_file, tree_hash, write_json
 from .shards import DATA_SCHEMA, check_data
 
 
-def open_source(study: Study) -> Corpus:
-    """The study's text. ValueError lists what is missing when the study needs bound inputs."""
-    if study.data.source == "embedded":
-        return embedded_corpus(study.data.validation_documents)
-    missing = missing_inputs(study)
-    if missing:
-        raise ValueError(f"study {study.study} needs inputs that are not bound: " + "; ".join(missing))
-    raise ValueError(
-        f"study {study.study}: tokenising bound inputs is not part of this version; use smoke or h200"
-    )
+def prepare_data(
+    study: Study, out: Path, *, inputs: Path = Path("inputs.yaml"), note: Callable[[str], None] = print
+) -> Path:
+    """Make the data directory of a study unless it is there already; returns the path of data.json.
 
-
-def prepare_data(study: Study, out: Path, *, note: Callable[[str], None] = print) -> Path:
-    """Make the data directory of a study unless it is there already; returns the path of data.json."""
+    `inputs` binds the files of a study whose source is `bound`; ValueError lists what is missing there.
+    """
     out, stage = Path(out), study.stage_hash("data")
-    path = out / "data.json"
-    if path.is_file() and read_json(path).get("stage_hash") == stage:
+    path, bound = out / "data.json", study.data.source == "bound"
+    old = read_json(path) if path.is_file() else {}
+    if old.get("stage_hash") == stage and (not bound or old.get("bindings") == bindings_of(inputs)):
         check_data(out)
         note(f"data: {out} is up to date ({stage})")
         return path
-    corpus = open_source(study)
+    corpus = None if bound else embedded_corpus(study.data.validation_documents)
     work = out.with_name(f".{out.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        record = _build(study, corpus, work, note=note)
-        write_json(work / "data.json", record)
+        if corpus is None:
+            record = build_bound(study, work, inputs, note=note)
+            sources = {kind: tree_hash(b["sha256"].items()) for kind, b in record["bindings"].items()}
+        else:
+            record, sources = _build(study, corpus, work, note=note), {corpus.name: corpus.sha256}
+        write_json(work / "data.json", {**_head(study, sources), **record})
         if out.exists():
             shutil.rmtree(out)
         work.rename(out)
@@ -56,6 +54,20 @@ def prepare_data(study: Study, out: Path, *, note: Callable[[str], None] = print
         shutil.rmtree(work, ignore_errors=True)
     note(f"data: wrote {out} ({stage})")
     return path
+
+
+def _head(study: Study, sources: dict[str, str]) -> dict[str, Any]:
+    return envelope(
+        DATA_SCHEMA,
+        study=study.study,
+        route=None,
+        seed=None,
+        recipe_hash=None,
+        stage_hash=study.stage_hash("data"),
+        device={"name": "", "kind": "cpu"},
+        backend="",
+        inputs=sources,
+    )
 
 
 def _build(study: Study, corpus: Corpus, work: Path, *, note: Callable[[str], None]) -> dict[str, Any]:
@@ -73,22 +85,10 @@ def _build(study: Study, corpus: Corpus, work: Path, *, note: Callable[[str], No
     tokens.write_validation(work / "validation.arrow", rows, **shared)
     names = ("tokenizer.json", "train.arrow", "validation.arrow")
     files = {n: {"bytes": (work / n).stat().st_size, "sha256": sha256_file(work / n)} for n in names}
-    head = envelope(
-        DATA_SCHEMA,
-        study=study.study,
-        route=None,
-        seed=None,
-        recipe_hash="",
-        stage_hash=study.stage_hash("data"),
-        device={"name": "", "kind": "cpu"},
-        backend="",
-        inputs={corpus.name: corpus.sha256},
-    )
     note(
         f"data: {counts['tokens']:,} training tokens, {rows.shape[0]} validation sequences of {rows.shape[1]}"
     )
     return {
-        **head,
         "source": corpus.name,
         "source_sha256": corpus.sha256,
         "tokenizer": {"sha256": shared["tokenizer_sha256"], "vocab": vocab, "end_of_text": 0},
@@ -98,15 +98,8 @@ def _build(study: Study, corpus: Corpus, work: Path, *, note: Callable[[str], No
             "length": rows.shape[1],
             "tokens": rows.shape[0] * (rows.shape[1] - 1),
             "stream_sha256": tokens.stream_sha256(rows),
-            "unigram_entropy": _unigram_entropy(rows[:, 1:], vocab),
+            "unigram_entropy": tokens.unigram_entropy(rows[:, 1:], vocab),
         },
         "data_sha256": tree_hash((n, f["sha256"]) for n, f in files.items()),
         "files": files,
     }
-
-
-def _unigram_entropy(targets: np.ndarray, vocab: int) -> float:
-    """Entropy of the targets' own unigram distribution in nats: the best that knows no context."""
-    p = np.bincount(targets.reshape(-1).astype(np.int64), minlength=vocab) / targets.size
-    p = p[p > 0]
-    return float(-(p * np.log(p)).sum())

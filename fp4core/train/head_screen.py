@@ -36,7 +36,7 @@ def head_screen(
     study: Study, recipe: Recipe, seed: int, *, results: Path, done: Path | None, world: World
 ) -> Path:
     """Run the three variants and write output_head/s<seed>.json; returns its path."""
-    data = check_data(results / "data")
+    data = check_data(results / "data", share=(world.rank, world.size))
     stream = open_training(results / "data", data, sequence=study.train.sequence)
     rows: list[dict[str, Any]] = []
     control: Engine | None = None

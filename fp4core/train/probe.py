@@ -29,7 +29,7 @@ PROBE_SCHEMA = "fp4core.probe"
 
 def probe(study: Study, recipe: Recipe, seed: int, *, results: Path, done: Path | None, world: World) -> Path:
     """Measure the route and write probes/<route>/s<seed>.json; returns its path."""
-    data = check_data(results / "data")
+    data = check_data(results / "data", share=(world.rank, world.size))
     stream = open_training(results / "data", data, sequence=study.train.sequence)
     measured: dict[Geometry, dict[str, Any]] = {}
     rows = []

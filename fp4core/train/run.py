@@ -78,7 +78,7 @@ class _Trajectory:
     def __init__(self, request: Request, world: World, identity: Identity) -> None:
         run, study = request.run, request.run.study
         self.request, self.world, self.run, self.study, self.identity = request, world, run, study, identity
-        record = check_data(run.data)
+        record = check_data(run.data, share=(world.rank, world.size))
         stream = open_training(run.data, record, sequence=study.train.sequence)
         self.engine = Engine(study, run.recipe, run.seed, world=world, stream=stream)
         self.device = device_record(world.device)

@@ -136,6 +136,7 @@ class RunDir:
                 **vars(identity),
                 "recipe": to_dict(self.recipe),
                 "study_settings": to_dict(self.study),
+                "bindings": read_json(self.data / "data.json").get("bindings", {}),
                 "starts": [{**start, **extra}],
             }
         write_json(path, record)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from fp4core._recipe_files import verify_files
+
 from .order import window_at
 from .records import read_json, sha256_file
 
@@ -100,10 +102,21 @@ def open_shard(path: Path, *, kind: str, tokenizer_sha256: str | None) -> pa.ipc
     return reader
 
 
-def check_data(directory: Path) -> dict[str, Any]:
+def count_shard(reader: pa.ipc.RecordBatchFileReader) -> dict[str, int]:
+    """Rows (tokens of a training shard) and documents of an open shard."""
+    tokens = documents = 0
+    for index in range(reader.num_record_batches):
+        batch, custom = _batch(reader, index)
+        tokens += batch.num_rows
+        documents += len((custom or {}).get(b"documents", b"")) // 8
+    return {"tokens": tokens, "documents": documents}
+
+
+def check_data(directory: Path, *, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
     """Verify every file of a data directory against data.json and return that record.
 
-    ValueError names file, expected and found.
+    A bound corpus may be large: `share` = (r, n) reads only the r-th of n parts of it, for n processes that
+    check it together. ValueError names file, expected and found.
     """
     path = Path(directory) / "data.json"
     if not path.is_file():
@@ -118,12 +131,17 @@ def check_data(directory: Path) -> dict[str, Any]:
                 f"{file}: {file.stat().st_size} bytes, SHA-256 {sha256_file(file)}; "
                 f"data.json says {expected['bytes']} bytes, {expected['sha256']}; make it again"
             )
+    bound = record.get("bindings", {}).get("corpus")
+    if bound:
+        shards = {name: bound["sha256"][name] for name in record["training"]["shards"]}
+        verify_files("corpus", Path(bound["directory"]), shards, part=share)
     return record
 
 
 def open_training(directory: Path, record: dict[str, Any], *, sequence: int) -> TokenStream:
     """The training stream of a checked data directory."""
-    paths = [Path(directory) / name for name in record["training"]["shards"]]
+    base = Path(record["training"].get("directory", directory))
+    paths = [base / name for name in record["training"]["shards"]]
     return TokenStream(paths, tokenizer_sha256=record["tokenizer"]["sha256"], sequence=sequence)
 
 

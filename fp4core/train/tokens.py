@@ -152,6 +152,13 @@ def stream_sha256(sequences: np.ndarray) -> str:
     return sha256_bytes(np.ascontiguousarray(sequences, dtype="<i4").tobytes())
 
 
+def unigram_entropy(targets: np.ndarray, vocab: int) -> float:
+    """Entropy of the targets' own unigram distribution in nats: the best that knows no context."""
+    p = np.bincount(targets.reshape(-1).astype(np.int64), minlength=vocab) / targets.size
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
 def write_validation(path: Path, rows: np.ndarray, *, tokenizer_sha256: str, vocab: int, source: str) -> None:
     """Write [sequences, S + 1] tokens as a fixed-size-list shard; its metadata carry `stream_sha256`."""
     column = pa.list_(pa.from_numpy_dtype(rows.dtype), rows.shape[1])
