@@ -108,23 +108,23 @@ def norm_forward_kernel(
 
 
 @triton.jit
-def _places(token, chunk, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, one):
-    """Word offsets [G, 32, W] of G feature chunks of 32 tokens; warps go to chunks, lanes to word pairs."""
+def _chunk_words(G: tl.constexpr, W: tl.constexpr, one):
+    """Words [G, 1, W] of G neighbouring feature chunks; the layout gives a chunk to a warp, two words to a lane."""
     f = tl.arange(0, W)[None, None, :] * one
     f = tl.multiple_of(tl.max_contiguous(f, (1, 1, 2)), (1, 1, 2))
-    g = tl.arange(0, G)[:, None, None]
-    t = tl.arange(0, 32)[None, :, None]
-    return token.to(tl.int64) * STRIDE + (chunk * W + f + g * W + t * STRIDE)
+    return f + tl.arange(0, G)[:, None, None] * W
 
 
 @triton.jit
-def _store_rows_chunks(base, v, STRIDE: tl.constexpr, one):
+def _store_rows_chunks(base, v, STRIDE: tl.constexpr, VEC: tl.constexpr, one):
+    """``tiles.store_rows`` where G counts feature chunks."""
     G: tl.constexpr = v.shape[0]
     W: tl.constexpr = v.shape[2]
-    f = tl.arange(0, W)[None, None, :] * one
-    g = tl.arange(0, G)[:, None, None]
-    t = tl.arange(0, 32)[None, :, None]
-    tl.store(base + (f + g * W + t * STRIDE), v)
+    f = tl.arange(0, W)[:, None, None] * one
+    f = tl.multiple_of(tl.max_contiguous(f, (VEC, 1, 1)), (VEC, 1, 1))
+    g = tl.arange(0, G)[None, :, None]
+    t = tl.arange(0, 32)[None, None, :]
+    tl.store(base + f + g * W + t * STRIDE, tl.permute(v, [2, 0, 1]))
 
 
 @triton.jit
@@ -180,14 +180,14 @@ def norm_backward_kernel(
     token = tl.program_id(0) * 32
     t = tl.arange(0, 32)[None, :, None]
     rstd = tl.load(rstd_ptr + token + t)
-    f = tl.arange(0, W)[None, None, :] * one
-    g = tl.arange(0, G)[:, None, None]
+    words = _chunk_words(G, W, one)
+    here = token.to(tl.int64) * STRIDE + t * STRIDE
     total = tl.zeros([G, 32, W], tl.float32)
     for i in range(STEPS):
-        place = _places(token, i * G, STRIDE, G, W, one)
+        word = words + i * (G * W)
+        place = here + word
         dy = tl.load(dy_ptr + place)
         x = tl.load(x_ptr + place)
-        word = i * (G * W) + g * W + f
         w0 = tl.load(weight_ptr + word)
         w1 = tl.load(weight_ptr + STRIDE + word)
         total += low_f32(dy) * w0 * low_f32(x) + high_f32(dy) * w1 * high_f32(x)
@@ -195,10 +195,10 @@ def norm_backward_kernel(
     c = c / HIDDEN * (rstd * rstd * rstd)
     for j in range(STEPS):
         i = STEPS - 1 - j
-        place = _places(token, i * G, STRIDE, G, W, one)
+        word = words + i * (G * W)
+        place = here + word
         dy = tl.load(dy_ptr + place)
         x = tl.load(x_ptr + place)
-        word = i * (G * W) + g * W + f
         w0 = tl.load(weight_ptr + word)
         w1 = tl.load(weight_ptr + STRIDE + word)
         n0 = low_f32(x) * rstd
@@ -229,7 +229,7 @@ def norm_backward_kernel(
             v = finish_row(row_mx(dx, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
             PER_ROW: tl.constexpr = 2 if ROW == "bf16" else 4
             out = row_ptr + token.to(tl.int64) * (HIDDEN // PER_ROW) + first // PER_ROW
-            _store_rows_chunks(out, v, HIDDEN // PER_ROW, one)
+            _store_rows_chunks(out, v, HIDDEN // PER_ROW, 2 if ROW == "bf16" else 1, one)
             u = finish_column(column_mx(dx, col_state, RULE, COL, HADAMARD, ASM), COL, ASM)
             PER_COL: tl.constexpr = 2 if COL == "bf16" else 4
             out = col_ptr + first.to(tl.int64) * (T // PER_COL) + token // PER_COL

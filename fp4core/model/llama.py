@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fp4core.model.head import OutputHead
 from fp4core.model.recompute import checkpointed
 from fp4core.model.rope import rope_inv_freq, rope_tables, rotate
+from fp4core.ops.fused import fused_block
 from fp4core.ops.linear import Linear, linear_group
 from fp4core.recipe import ModelConfig
 
@@ -110,6 +111,9 @@ class Block(nn.Module):
         return checkpointed(self.activation_checkpoint, self._forward, h, cos, sin, state)
 
     def _forward(self, h: Tensor, cos: Tensor, sin: Tensor, state: Tensor | None) -> Tensor:
+        fused = fused_block(self, h)
+        if fused is not None:
+            return fused(self, h, cos, sin, state)
         h = h + self.self_attn(self.input_layernorm(h), cos, sin, state)
         return h + self.mlp(self.post_attention_layernorm(h), state)
 

@@ -25,15 +25,20 @@ _EPOCH = [0]
 
 
 def view_of(g: Group, view: int) -> View:
-    """What the producer should make of a view under the group's present plan."""
+    """What the producer should make of a view under the group's present plan.
+
+    A column view in BF16 is not transposed: its product takes either layout, and the exchange costs time.
+    """
     op: Operand = g.operands[view]
-    return View(op.format, g.plan.kinds[view], op.rounding, op.hadamard)
+    kind = g.plan.kinds[view]
+    return View(op.format, kind, op.rounding, op.hadamard, kind != "bf16" or view not in (DY_COL, X_COL))
 
 
 def carrier_of(p: Produced, ref: int) -> Carrier:
-    """A produced view as an operand."""
+    """A produced view as an operand, without padding."""
     fmt = formats.get(p.view.format)
-    data = p.data[: p.shape[0], : p.shape[1]] if p.data.shape != p.shape else p.data
+    data = p.data if p.view.transposed else p.data.t()
+    data = data[: p.shape[0], : p.shape[1]] if data.shape != p.shape else data
     constant = fmt.outer_constant if fmt.outer == "constant" else 1.0
     return Carrier(data, ref, constant, p.outer)
 
@@ -57,7 +62,7 @@ def _plain(x: Tensor, view: int) -> Carrier:
 
 
 def _stochastic_column(g: Group, x: Tensor, view: int, state: Tensor, producer: int) -> Carrier:
-    """A stochastic column view, which no kernel makes: the reference's codes, decoded to BF16."""
+    """A stochastic MX column view, which no kernel makes: the reference's codes, decoded to BF16."""
     op = g.operands[view]
     seed, step, token = state.tolist()
     key = SRKey(seed, step, producer, token * x.shape[1])
@@ -84,7 +89,7 @@ def encode(
 
     ``producer`` is the linear's id; stochastic views add their own number to it.
     """
-    if col is not None and g.operands[col].rounding == "stochastic":
+    if col is not None and g.operands[col].rounding == "stochastic" and is_mx(g.operands[col]):
         column = _stochastic_column(g, x, col, state, producer + col)
         return (None if row is None else encode(g, x, row, None, state, producer)[0]), column
     asked = [v for v in (row, col) if v is not None]
@@ -96,7 +101,8 @@ def encode(
         r = row if row in quantised else None
         c = col if col in quantised else None
         if r is not None or c is not None:
-            sr = SR(state, producer + r) if r is not None and g.operands[r].rounding == "stochastic" else None
+            drawn = any(v is not None and g.operands[v].rounding == "stochastic" for v in (r, c))
+            sr = SR(state, producer + (r or 0), producer + (c or 0)) if drawn else None
             made = produce(
                 x,
                 row=None if r is None else view_of(g, r),
@@ -135,7 +141,7 @@ def encode_gradients(
     Dgrad; column carriers [N_i, T] stay one per linear.
     """
     row, col = (DY_ROW if rows else None), (DY_COL if cols else None)
-    apart = g.operands[DY_ROW].format == "bf16" or g.operands[DY_COL].rounding == "stochastic"
+    apart = not is_mx(g.operands[DY_ROW]) or g.operands[DY_COL].rounding == "stochastic"
     if len(grads) == 1 or not rows or apart:
         pairs = [encode(g, dy, row, col, state, p) for dy, p in zip(grads, g.producers)]
         return [r for r, _ in pairs if r is not None], [c for _, c in pairs if c is not None]
@@ -196,7 +202,7 @@ def encode_weights(g: Group, weights: Sequence[Tensor]) -> Weights:
             n = w.shape[0]
             r, c = _encode_weight(
                 g,
-                w.detach().to(torch.bfloat16),
+                w.detach(),
                 None if stack is None else stack[at : at + n],
                 None if side is None else side[:, at : at + n],
             )
@@ -236,7 +242,7 @@ def _encode_weight(
 ) -> tuple[Carrier, Carrier]:
     row, col = g.operands[W_ROW], g.operands[W_COL]
     if row == col and row.format == "bf16":
-        return _plain(w, W_ROW), _plain(w, W_COL)
+        return _plain(w.to(torch.bfloat16), W_ROW), _plain(w.to(torch.bfloat16), W_COL)
     shared = row == col and formats.get(row.format).two_d and view_of(g, W_ROW) == view_of(g, W_COL)
     if shared and g.plan.kinds[W_ROW] == "bf16":
         r, _ = produce(w, row=view_of(g, W_ROW), row_state=g.state[W_ROW], row_out=row_out)
@@ -253,8 +259,8 @@ def _encode_weight(
         row_out=row_out,
         col_out=col_out,
     )
-    r = _plain(w, W_ROW) if made[0] is None else carrier_of(made[0], _ref(g, W_ROW))
-    c = _plain(w, W_COL) if made[1] is None else carrier_of(made[1], _ref(g, W_ROW if shared else W_COL))
+    r = _plain(w.to(torch.bfloat16), W_ROW) if made[0] is None else carrier_of(made[0], _ref(g, W_ROW))
+    c = _plain(w.to(torch.bfloat16), W_COL) if made[1] is None else carrier_of(made[1], _ref(g, W_ROW if shared else W_COL))
     return r, c
 
 

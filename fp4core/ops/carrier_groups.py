@@ -99,7 +99,7 @@ class Group:
         self.operands: dict[int, Operand] = operands(self.recipe)
         self.plan = Plan.of(self.recipe, fp8=fp8)
         self.first, self.state = _table(device).rows(VIEWS)
-        self.deferred = False
+        self.deferred = bool(_DEFERRED.intersection((device, spec, p) for p in producers))
         self.calibrated = [not is_mx(self.operands[v]) for v in range(VIEWS)]
         self.weights = Weights()
         self.misfits = 0  # producers' misfit reports so far
@@ -147,6 +147,7 @@ class Group:
         return any(is_mx(self.operands[v]) and not (self.deferred and self.calibrated[v]) for v in views)
 
 
+_DEFERRED: set[tuple[torch.device, str, int]] = set()  # (device, spec, producer) of linears that run ahead
 _TABLES: dict[torch.device, _Table] = {}
 _GROUPS: dict[tuple, Group] = {}
 
@@ -170,18 +171,31 @@ def group(producers: Iterable[int], spec: str, device: torch.device) -> Group:
     return _GROUPS[key]
 
 
-def groups(model: nn.Module | None = None) -> list[Group]:
-    """Groups that the model's linears have used so far; all groups without a model."""
-    if model is None:
-        return list(_GROUPS.values())
-    known = {(m.producer, m.spec, m.weight.device) for m in model.modules() if hasattr(m, "producer")}
-    return [g for g in _GROUPS.values() if any((p, g.spec, g.device) in known for p in g.producers)]
+def _linears(model: nn.Module) -> set[tuple[torch.device, str, int]]:
+    return {(m.weight.device, m.spec, m.producer) for m in model.modules() if hasattr(m, "producer")}
+
+
+def groups(model: nn.Module) -> list[Group]:
+    """Groups that the model's linears have used so far."""
+    known = _linears(model)
+    return [g for g in _GROUPS.values() if known.intersection((g.device, g.spec, p) for p in g.producers)]
+
+
+def set_deferred(model: nn.Module, deferred: bool) -> None:
+    """Mode of the model's groups, those to come included."""
+    if deferred:
+        _DEFERRED.update(_linears(model))
+    else:
+        _DEFERRED.difference_update(_linears(model))
+    for g in groups(model):
+        g.deferred = deferred
 
 
 def forget() -> None:
     """Drop every group, with its encodings and plan."""
     _GROUPS.clear()
     _TABLES.clear()
+    _DEFERRED.clear()
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ def _saves_bytes(recipe: LinearRecipe, device: torch.device) -> bool:
 def _forward(
     x: Tensor, weights: list[Tensor], state: Tensor, spec: str, producers: list[int]
 ) -> list[Tensor]:
-    """[Y_i BF16 [T, N_i] ..., saved x [K, T], its outer scales FP32 [n], its (kind, ref) int64 [2] on the CPU]."""
+    """[Y_i BF16 [T, N_i] ..., saved x ([K, T] bytes or [T, K] BF16), its outer scales FP32 [n], its (kind, ref) int64 [2] on the CPU]."""
     g = group(producers, spec, x.device)
     w = encode_weights(g, weights)
     x_row, x_col = encode(g, x, X_ROW, X_COL, state, g.producers[0])
@@ -53,7 +53,7 @@ def _(x: Tensor, weights: list[Tensor], state: Tensor, spec: str, producers: lis
     k, t = x.shape[1], x.shape[0]
     return [
         *(x.new_empty((t, w.shape[0])) for w in weights),
-        x.new_empty((k, t), dtype=dtype),
+        x.new_empty((k, t) if dtype == torch.uint8 else (t, k), dtype=dtype),
         x.new_empty((_outer_count(recipe, k),), dtype=torch.float32),
         torch.empty(2, dtype=torch.int64, device="cpu"),
     ]
@@ -70,7 +70,9 @@ def _pack(g: Group, x: Tensor, c: Carrier) -> list[Tensor]:
     """x's column carrier as the op's last three outputs."""
     outer = x.new_empty(0, dtype=torch.float32) if c.outer is None else c.outer
     if not _saves_bytes(g.recipe, x.device):
-        return [c.data.contiguous(), outer, torch.tensor([_KINDS.index("bf16"), c.ref])]
+        rows = c.data.t()  # [T, K], as the producer wrote it
+        rows = rows.clone() if rows.data_ptr() == x.data_ptr() else rows.contiguous()
+        return [rows, outer, torch.tensor([_KINDS.index("bf16"), c.ref])]
     if c.fp8:
         kind = "e5m2" if c.data.dtype == torch.float8_e5m2 else "e4m3"
         return [c.data.contiguous().view(torch.uint8), outer, torch.tensor([_KINDS.index(kind), c.ref])]
@@ -88,11 +90,11 @@ def _unpack(g: Group, saved: Tensor, outer: Tensor, meta: Tensor) -> Carrier:
     kind, ref = _KINDS[int(meta[0])], int(meta[1])
     op = g.recipe.wgrad.x
     if op.format == "bf16":
-        return Carrier(saved)
+        return Carrier(saved.t())
     fmt = formats.get(op.format)
     constant = fmt.outer_constant if fmt.outer == "constant" else 1.0
     if kind == "bf16":
-        return Carrier(saved, ref, constant, outer if outer.numel() else None)
+        return Carrier(saved.t(), ref, constant, outer if outer.numel() else None)
     if kind != "packed":
         return Carrier(saved.view(CARRIERS[kind]), ref, constant)
     t = saved.shape[1]
@@ -164,7 +166,7 @@ def _(
     need_x: bool,
     need_w: list[bool],
 ) -> list[Tensor]:
-    k, t = saved.shape
+    k, t = saved.shape if saved.dtype == torch.uint8 else saved.shape[::-1]
     dx = grads[0].new_empty((t, k) if need_x else 0)
     return [dx, *(w.new_empty(w.shape if needed else 0) for w, needed in zip(weights, need_w))]
 
@@ -178,7 +180,7 @@ def _save(ctx, inputs, output) -> None:
 def _autograd(ctx, grads: list[Tensor]):
     state, saved, outer, meta, *weights = ctx.saved_tensors
     need_x, need_w = ctx.needs_input_grad[0], list(ctx.needs_input_grad[1])
-    tokens = saved.shape[1]
+    tokens = saved.shape[1] if saved.dtype == torch.uint8 else saved.shape[0]
     given = [
         saved.new_zeros((tokens, w.shape[0]), dtype=_BF16) if dy is None else dy
         for dy, w in zip(grads[: ctx.count], weights)

@@ -29,8 +29,8 @@ DY_ROW, DY_COL, X_ROW, X_COL, W_ROW, W_COL = range(6)
 VIEWS = 6
 VIEW_NAMES = ("dy_row", "dy_col", "x_row", "x_col", "w_row", "w_col")
 
-# type -> smallest and largest k - ref whose block it holds exactly
-RANGE = {"e5m2": (-15, 13), "e4m3": (-8, 6)}
+# type -> smallest and largest k - ref whose block it holds exactly, smallest and largest ref the producers take
+RANGE = {"e5m2": (-15, 13, -100, 22), "e4m3": (-8, 6, -100, 14)}
 # contraction -> (left view, right view, preferred types of the two)
 CONTRACTIONS = {
     "fprop": (X_ROW, W_ROW, ("e5m2", "e4m3")),
@@ -66,14 +66,17 @@ def width(span: tuple[int, int]) -> int:
 
 def fits(kind: str, span: tuple[int, int]) -> bool:
     """Whether some reference lets ``kind`` hold every block of the span."""
-    return kind == "bf16" or width(span) <= RANGE[kind][1] - RANGE[kind][0] + 1
+    if kind == "bf16" or width(span) == 0:
+        return True
+    low, high, first, last = RANGE[kind]
+    return width(span) <= high - low + 1 and first <= reference(kind, span) <= last
 
 
 def reference(kind: str, span: tuple[int, int]) -> int:
     """Reference exponent that centres the span in the type's range: equal room above and below."""
     if kind == "bf16" or width(span) == 0:
         return 0
-    low, high = RANGE[kind]
+    low, high, _, _ = RANGE[kind]
     slack = (high - low + 1) - width(span)
     return span[1] + slack // 2 - high
 
@@ -118,6 +121,10 @@ class Plan:
             a, b, preferred = CONTRACTIONS[name]
             kinds[a], kinds[b] = preferred
         return cls(kinds=kinds, refs=[0] * VIEWS, mx=mx)
+
+    def contraction_kinds(self) -> dict[str, tuple[str, str]]:
+        """Present carrier types of the contractions that may use FP8."""
+        return {name: (self.kinds[a], self.kinds[b]) for name in self.mx for a, b, _ in (CONTRACTIONS[name],)}
 
     def adapt(self, seen: dict[int, tuple[int, int]]) -> list[str]:
         """Take observed spans over: new references, and new types where a span is too wide.

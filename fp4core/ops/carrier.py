@@ -1,0 +1,84 @@
+"""Training on the carrier backend: when exactness is checked, and what it costs.
+
+    carrier.defer(model)                        # once, before training
+    for step in ...:
+        forward, backward (any number of micro-batches)
+        if carrier.misfits(model):              # one host synchronisation per step
+            zero the gradients and repeat the step: stochastic rounding draws the same bits again
+        optimizer step
+
+A block whose scale does not fit its FP8 carrier is counted on the device by the kernel that meets it
+("misfit"). Layers that were not deferred wait for that count at once and repeat the tensor with a better reference
+or a wider type (E5M2 for E4M3, BF16 at half the rate in the end), so their results are always exact. Deferred
+layers run ahead: results of a step with misfits must not be used, and ``misfits`` says so once per step.
+
+This module is cheap to import; without Triton, or on the reference backend, everything here does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from fp4core.ops.carrier_groups import Group, Misfit
+
+_GROUPS = "fp4core.ops.carrier_groups"
+_ENCODE = "fp4core.ops.carrier_encode"
+
+
+def _groups(model: nn.Module) -> list[Group]:
+    """The model's groups so far; none before the backend was first used."""
+    module = sys.modules.get(_GROUPS)
+    return [] if module is None else module.groups(model)
+
+
+def defer(model: nn.Module, deferred: bool = True) -> None:
+    """Let (or stop letting) the model's linears run ahead of the misfit counts; see the module's text."""
+    from fp4core.ops import carrier_groups
+
+    carrier_groups.set_deferred(model, deferred)
+
+
+def misfits(model: nn.Module) -> list[Misfit]:
+    """Tensors of the last step whose blocks did not fit their carriers; empty when the step is exact.
+
+    Synchronises once. Adapts references and types, so that a repeated step fits; three repetitions always suffice
+    (a new reference, a wider type, BF16). Call it after backward and before the optimizer.
+    """
+    found = _groups(model)
+    return sys.modules[_GROUPS].read(found) if found else []
+
+
+def encode_weights(model: nn.Module) -> None:
+    """Forget the encoded weights: the next forward pass encodes them again.
+
+    Needed after a change that no version counter shows: a resharded FSDP2 parameter, ``param.data = ...``. Under
+    torch.distributed encodings are kept between micro-batches only after this was called in the present step.
+    """
+    module = sys.modules.get(_ENCODE)
+    if module is not None:
+        module.new_epoch()
+
+
+def memory(model: nn.Module) -> int:
+    """Bytes of encoded weights that the model's layers keep on the device."""
+    return sum(g.weights.bytes() for g in _groups(model))
+
+
+def counters(model: nn.Module) -> dict[str, int]:
+    """What exactness cost so far, for the training metrics.
+
+    Returns: ``misfits`` tensors that did not fit, ``replays`` groups that asked for a repeated step, and the
+    number of contractions now on ``fp8`` and ``bf16`` carriers among those that could use FP8.
+    """
+    total: Counter[str] = Counter(misfits=0, replays=0, fp8=0, bf16=0)
+    for g in _groups(model):
+        total["misfits"] += g.misfits
+        total["replays"] += g.replays
+        for kinds in g.plan.contraction_kinds().values():
+            total["bf16" if "bf16" in kinds else "fp8"] += 1
+    return dict(total)
