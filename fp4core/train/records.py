@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return record
 
 
-def write_marker(path: Path, record: Path, *, recipe_hash: str, stage_hash: str) -> None:
+def write_marker(path: Path, record: Path, *, recipe_hash: str | None, stage_hash: str) -> None:
     """Write the completion marker of `record`: what the workflow declares instead of the record itself."""
     marker = {"record": str(record), "sha256": sha256_file(record)}
     write_json(path, {**marker, "recipe_hash": recipe_hash, "stage_hash": stage_hash})
@@ -126,7 +126,7 @@ def envelope(
     study: str,
     route: str | None,
     seed: int | None,
-    recipe_hash: str,
+    recipe_hash: str | None,
     stage_hash: str,
     device: dict[str, str],
     backend: str,

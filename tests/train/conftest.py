@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from child import run_command
 
-from fp4core.recipe import Study, load_study, recipes_dir
+from fp4core.recipe import load_study, recipes_dir
 from fp4core.train import data
 from fp4core.train.corpus import Corpus
 from fp4core.train.data import prepare_data
@@ -145,14 +145,14 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def few_documents() -> Iterator[None]:
     """Train tokenizers on the last thirty addresses: seconds less, and no test needs more text."""
-    real = data.open_source
+    real = data.embedded_corpus
 
-    def fewer(study: Study) -> Corpus:
-        source = real(study)
+    def fewer(validation_documents: int) -> Corpus:
+        source = real(validation_documents)
         return dataclasses.replace(source, training=source.training[-30:])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "open_source", fewer)
+        patch.setattr(data, "embedded_corpus", fewer)
         yield
 
 
