@@ -53,19 +53,39 @@ def materialise(model: Llama, device: torch.device | str, seed: int | None) -> L
 def init_weights(model: Llama, seed: int) -> None:
     """Fill every parameter from ``seed``: the same values on every device, in every order and sharding.
 
-    Norms are 1. Everything else is N(0, 0.02^2); the two matrices of a block that write to the residual
-    stream (o_proj, down_proj) have standard deviation 0.02 / sqrt(2 blocks), so that its variance does not
-    grow with depth. Each parameter has a CPU generator keyed by the SHA-256 of (seed, name).
+    torchtitan's Llama initialisation. The report's first loss points to it: 12.256 at step 1 (published
+    history), where logits of standard deviation s give ln 128256 + s^2 / 2, 12.25 for the s = 0.987 of this
+    head and 12.58 for a head of 0.02.
+
+        norms 1 · embedding N(0, 1) (0.02 when tied) · head std hidden^-0.5, truncated at 3 std
+        q k v gate std 0.02 · o up down of block l (from 0) std 0.02 / sqrt(2 (l + 1))
+
+    Each parameter has a CPU generator keyed by the SHA-256 of (seed, name).
     """
-    residual = _STD / math.sqrt(2 * model.config.blocks)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(1.0)
             continue
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        std = residual if name.endswith(("o_proj.weight", "down_proj.weight")) else _STD
-        _fill(parameter, torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+        std = init_std(model.config, name)
+        values = torch.empty(parameter.shape)
+        if name == "lm_head.weight":
+            nn.init.trunc_normal_(values, 0.0, std, -3 * std, 3 * std, generator=generator)
+        else:
+            values.normal_(0.0, std, generator=generator)
+        _fill(parameter, values)
+
+
+def init_std(config: ModelConfig, name: str) -> float:
+    """Standard deviation that the matrix ``name`` of ``Llama(config)`` starts with."""
+    if name == "model.embed_tokens.weight":
+        return _STD if config.tie_embeddings else 1.0
+    if name == "lm_head.weight":
+        return config.hidden**-0.5
+    if name.endswith(("o_proj.weight", "up_proj.weight", "down_proj.weight")):
+        return _STD / math.sqrt(2 * (int(name.split(".")[2]) + 1))
+    return _STD
 
 
 def _fill(parameter: nn.Parameter, values: Tensor) -> None:
