@@ -148,7 +148,7 @@ def _codes_kernel(
         else:
             byte = encode_e4m3(value, False)
     y = tl.minimum(tl.maximum(tl.where(nan, 0.0, y), -6.0), 6.0)
-    negative = (tl.reshape(bits, y.shape) < 0) & (amax_b > 0.0)
+    negative = (tl.reshape(bits, y.shape) < 0) & (amax_b > 0.0) & (nan == 0)
     if SR:
         if TRANSPOSED:
             random = _byte_tile(sr_ptr, col, row, R)

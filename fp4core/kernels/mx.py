@@ -63,10 +63,14 @@ def carrier_shift(carrier):
     return {"e5m2": -112, "e4m3": -120, "bf16": 0}[carrier]
 
 
+# (smallest, largest) k - ref that a carrier holds exactly, and (smallest, largest) reference exponent
+SPANS = {"e5m2": (-15, 13, -100, 22), "e4m3": (-8, 6, -100, 14), "bf16": (-100, 100, -16, 16)}
+
+
 @triton.constexpr_function
 def carrier_range(carrier):
-    """(smallest, largest) k - ref a carrier holds exactly, and the (smallest, largest) reference exponent."""
-    return {"e5m2": (-15, 13, -100, 22), "e4m3": (-8, 6, -100, 14), "bf16": (-100, 100, -16, 16)}[carrier]
+    """``SPANS`` for kernels."""
+    return SPANS[carrier]
 
 
 @triton.jit

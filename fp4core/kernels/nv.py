@@ -39,7 +39,7 @@ def finite_or_nan(amax):
 
 @triton.jit
 def _capped(x):
-    return tl.minimum(x, FLT_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(x > FLT_MAX, FLT_MAX, x)  # not a minimum, which would lose a NaN in the interpreter
 
 
 @triton.jit
@@ -90,7 +90,8 @@ def nv_block(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr, 
     else:
         enc = nv_enc(amax, ALGORITHM)
         # below 2^-20 the quotient saturates at 448 anyway
-        d = tl.maximum(amax_b * enc, 9.5367431640625e-07, propagate_nan=tl.PropagateNan.ALL)
+        d = amax_b * enc
+        d = tl.where(d < 9.5367431640625e-07, 9.5367431640625e-07, d)
         m = round_e4m3(divide(zero + 6.0, d, FAST), FAST)
         multiplier = _capped(m * enc)
         s = _reciprocal(m, FAST)

@@ -24,6 +24,7 @@ import triton
 from torch import Tensor
 
 from fp4core import formats
+from fp4core.kernels import mx
 from fp4core.kernels._amax import chunk_amax, outer_scales
 from fp4core.kernels._dual import dual_kernel
 from fp4core.kernels._launch import GROUP, check_matrix, packed_instructions, padded, words
@@ -73,6 +74,15 @@ def rule(name: str) -> str:
     """Kernel name of a format's scale rule (``mx`` rules; ``mx_finer`` is the 2D MX rule)."""
     fmt = formats.get(name)
     return "mx_finer" if fmt.finer_below is not None else fmt.algorithm
+
+
+def held_range(carrier: str, ref: int) -> tuple[int, int]:
+    """Smallest and largest block exponent k that a carrier with reference exponent ``ref`` holds exactly.
+
+    Empty (largest below smallest) for a reference outside the carrier's own range.
+    """
+    low, high, first, last = mx.SPANS[carrier]
+    return (ref + low, ref + high) if first <= ref <= last else (0, -1)
 
 
 def is_mx(name: str) -> bool:
@@ -165,7 +175,7 @@ def produce(
     sr: SR | None = None,
     row_out: Tensor | None = None,
     col_out: Tensor | None = None,
-    tile: tuple[int, int, int, int] | None = None,
+    tile: tuple[int, ...] | None = None,
 ) -> tuple[Produced | None, Produced | None]:
     """Both views of a matrix from one load.
 
@@ -178,7 +188,7 @@ def produce(
         sr: random state of a stochastic row view.
         row_out, col_out: carriers to write instead of new ones: slices of a larger row-major matrix, so that
             several linears share one operand. Their first elements and strides are multiples of 4 bytes.
-        tile: (G, W, VEC, num_warps) to try other tiles; see ``tiles``.
+        tile: (G, W, VEC, num_warps[, registers]) to try other tiles; see ``tiles``.
 
     Returns:
         (row view, column view), None for one not asked for. Dimensions are padded to multiples of 32 with zeros.
@@ -214,7 +224,7 @@ def produce(
     row_out = _output(x, row, (mp, kp), row_out)
     kept = col is not None and not col.transposed
     col_out = _output(x, col, (mp, kp) if kept else (kp, mp), col_out)
-    g, w, vec, warps = tile or default_tile(row, col)
+    g, w, vec, warps, *registers = tile or default_tile(row, col)
     masked = mp % (32 * g) != 0 or kp % (2 * w) != 0
     none = words(xp)  # stands in for absent pointers
     dual_kernel[(triton.cdiv(mp, 32 * g) * triton.cdiv(kp, 2 * w),)](
@@ -256,6 +266,7 @@ def produce(
         W=w,
         VEC=vec,
         num_warps=warps,
+        **({"maxnreg": registers[0]} if registers else {}),
     )
     return (
         None if row is None else _produced(row_out, row, (m, k), row_state, row_scaling),
@@ -281,7 +292,7 @@ def _words(out: Tensor) -> Tensor:
     return out.as_strided((4 // out.element_size(),), (1,)).view(torch.int32)
 
 
-def default_tile(row: View | None, col: View | None) -> tuple[int, int, int, int]:
+def default_tile(row: View | None, col: View | None) -> tuple[int, ...]:
     """(G, W, VEC, num_warps): 128 tokens x 128 features in four warps, one group of 32 tokens each."""
     return 4, 64, 2, 4
 

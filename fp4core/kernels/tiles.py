@@ -31,16 +31,16 @@ def load_words(base, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, VEC
     compiler must not specialise (``do_not_specialize``): it hides the contiguity that would pull a row's words
     into fewer lanes.
     """
-    return tl.load(base + _row_places(STRIDE, G, W, VEC, one))
+    return tl.load(_row_pointers(base, STRIDE, G, W, VEC, one))
 
 
 @triton.jit
-def _row_places(STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, one):
+def _row_pointers(base, STRIDE: tl.constexpr, G: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, one):
     f = tl.arange(0, W)[None, None, :] * one
     f = tl.multiple_of(tl.max_contiguous(f, (1, 1, VEC)), (1, 1, VEC))
     g = tl.arange(0, G)[:, None, None]
     t = tl.arange(0, 32)[None, :, None]
-    return f + g * (32 * STRIDE) + t * STRIDE
+    return base + f + g * (32 * STRIDE) + t * STRIDE  # in this order, so that tokens become immediate offsets
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def load_words_masked(
     g = tl.arange(0, G)[:, None, None]
     t = tl.arange(0, 32)[None, :, None]
     real = (tl.arange(0, W)[None, None, :] < words) & (g * 32 + t < rows)
-    return tl.load(base + _row_places(STRIDE, G, W, VEC, one), mask=real, other=0)
+    return tl.load(_row_pointers(base, STRIDE, G, W, VEC, one), mask=real, other=0)
 
 
 @triton.jit
