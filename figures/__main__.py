@@ -9,10 +9,22 @@ import argparse
 import io
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from figures.data import Tidy
 from figures.schema import MissingTable, TidyError
+
+
+class Named(Protocol):
+    """A table or a figure of the registries."""
+
+    name: str
+    needs: tuple[str, ...]
+
+
+Entry = TypeVar("Entry", bound=Named)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -50,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
-def chosen(entries, only: list[str] | None):
+def chosen(entries: Sequence[Entry], only: list[str] | None) -> list[Entry]:
     """Entries whose name or number is in ``only``; all without it."""
     if not only:
         return list(entries)
@@ -63,7 +75,7 @@ def chosen(entries, only: list[str] | None):
     return [entry for entry in entries if entry.name in wanted or entry.name.split("_")[0] in wanted]
 
 
-def possible(tidy: Tidy, entries, partial: bool):
+def possible(tidy: Tidy, entries: Sequence[Entry], partial: bool) -> list[Entry]:
     """Entries whose tables exist. Without ``partial`` a missing table is one error that names all of them."""
     lacking = {entry.name: tidy.lacking(entry.needs) for entry in entries}
     missing = {name: files for name, files in lacking.items() if files}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -111,7 +112,7 @@ class Tidy:
     def on_cpu(self) -> bool:
         return self.meta.get("device_kind", "").lower() == "cpu"
 
-    def ordered(self, slugs) -> list[str]:
+    def ordered(self, slugs: Iterable[str]) -> list[str]:
         """``slugs`` in ledger order; routes that routes.csv does not list come last, by name."""
         place = {slug: index for index, slug in enumerate(self.slugs)}
         return sorted(set(slugs), key=lambda slug: (place.get(slug, len(place)), slug))

@@ -7,11 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
+from numpy.typing import ArrayLike
 
 LABEL = 6.5
 
 
-def spread(wanted, gap: float, low: float, high: float) -> np.ndarray:
+def spread(wanted: ArrayLike, gap: float, low: float, high: float) -> np.ndarray:
     """Positions closest to ``wanted`` (least squares) that are ``gap`` apart and inside [low, high].
 
     Keeps the order of ``wanted``. When they cannot all fit, they are spaced evenly over the whole range.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from figures import provenance, summary
+from figures import headline, provenance, summary
 from figures.data import Tidy
 from figures.numbers import count
 from figures.schema import MissingTable
@@ -89,7 +89,7 @@ def build(tidy: Tidy, results: Path, *, partial: bool = False) -> str:
                 "command": command(tidy, results, entry.name),
             }
         )
-    headline = summary.headline(tidy)
+    glance = headline.headline(tidy)
     records = provenance.records(results)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -104,8 +104,8 @@ def build(tidy: Tidy, results: Path, *, partial: bool = False) -> str:
         facts=facts(tidy),
         notes=[value for key, value in sorted(tidy.meta.items()) if key.startswith("note_") and value],
         statements=summary.statements(tidy),
-        headline=Markup(to_html(headline)),
-        headline_csv=data_uri(to_csv(headline), "text/csv"),
+        headline=Markup(to_html(glance)),
+        headline_csv=data_uri(to_csv(glance), "text/csv"),
         tables=tables,
         figures=figures,
         lacking=[*lacking, *(f"{name} was not drawn" for name in undrawn)],

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 ALPHA = 0.05
 EMA_SPAN = 31
@@ -26,7 +27,7 @@ class Estimate:
     p: float = float("nan")
 
 
-def estimate(values, *, test: bool = False) -> Estimate:
+def estimate(values: ArrayLike, *, test: bool = False) -> Estimate:
     """Mean and t interval of ``values``, NaN dropped; with ``test`` the two-sided p value against a mean
     of zero.
 
@@ -61,7 +62,7 @@ def interval_from_se(mean: float, se: float, n: int) -> tuple[float, float]:
     return mean - half, mean + half
 
 
-def holm(p_values) -> np.ndarray:
+def holm(p_values: ArrayLike) -> np.ndarray:
     """Holm-adjusted p values; NaN stays NaN and counts as no test."""
     from statsmodels.stats.multitest import multipletests
 
@@ -73,7 +74,7 @@ def holm(p_values) -> np.ndarray:
     return adjusted
 
 
-def mcnemar(reference, other) -> float:
+def mcnemar(reference: ArrayLike, other: ArrayLike) -> float:
     """Exact McNemar p value of paired 0/1 outcomes; 1.0 when no pair disagrees, NaN without pairs."""
     from statsmodels.stats.contingency_tables import mcnemar as test
 
@@ -100,12 +101,12 @@ def at_chance(value: float, n: int, chance: float) -> bool:
     return low <= chance <= high
 
 
-def ema(values, span: int = EMA_SPAN) -> np.ndarray:
+def ema(values: ArrayLike, span: int = EMA_SPAN) -> np.ndarray:
     """Exponential moving average over logged points, weight 2/(span + 1), started at the first value."""
     return pd.Series(np.asarray(values, dtype=float)).ewm(span=span, adjust=False).mean().to_numpy()
 
 
-def lowess(x, y, fraction: float = 0.25) -> tuple[np.ndarray, np.ndarray]:
+def lowess(x: ArrayLike, y: ArrayLike, fraction: float = 0.25) -> tuple[np.ndarray, np.ndarray]:
     """LOWESS curve through (x, y), a guide for the eye. At most 400 points enter; no number is taken
     from it."""
     from statsmodels.nonparametric.smoothers_lowess import lowess as smooth
@@ -126,7 +127,7 @@ def thin(values: np.ndarray, most: int) -> np.ndarray:
     return values[np.unique(np.linspace(0, len(values) - 1, most).round().astype(int))]
 
 
-def geometric_mean(values) -> float:
+def geometric_mean(values: ArrayLike) -> float:
     """Geometric mean of positive values; NaN when there is none."""
     array = np.asarray(values, dtype=float)
     array = array[np.isfinite(array) & (array > 0)]

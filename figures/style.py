@@ -9,14 +9,21 @@ route has its own marker, so that no figure depends on colour alone. Widths: one
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 import matplotlib
 
 matplotlib.use("agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from figures.data import Tidy
 
 COLUMN = 3.4
 PAGE = 7.0
@@ -65,6 +72,9 @@ RC = {
 }
 
 
+FORMAT_ORDER = ("mxfp4", "mxfp4_w2d", "nvfp4_te", "nvfp4", "nvfp4_w2d", "nvfp4_cta", "nvfp4_cta_w2d", "ue5m3")
+
+
 @dataclass(frozen=True)
 class Look:
     """Colour, marker, dash pattern and short label of a route."""
@@ -104,7 +114,7 @@ def look(slug: str, label: str | None = None, place: int = 0) -> Look:
     return Look(_SPARE_COLORS[place % 6], _SPARE_MARKERS[place % 6], _DASH, name)
 
 
-def looks(tidy) -> dict[str, Look]:
+def looks(tidy: Tidy) -> dict[str, Look]:
     """Look of every route that the study lists."""
     return {route.slug: look(route.slug, route.label, index) for index, route in enumerate(tidy.routes)}
 
@@ -115,11 +125,11 @@ def new(
     rows: int = 1,
     columns: int = 1,
     *,
-    margins: tuple,
-    sharex=False,
-    sharey=False,
-    **grid,
-):
+    margins: tuple[float, float, float, float],
+    sharex: bool | str = False,
+    sharey: bool | str = False,
+    **grid: object,
+) -> tuple[Figure, np.ndarray]:
     """Figure of exactly width x height inches and its axes [rows, columns].
 
     margins: left, right, bottom, top in inches, so that a label's room does not depend on the height chosen.
@@ -134,12 +144,12 @@ def new(
     return figure, axes
 
 
-def panel(axes, letter: str, title: str = "") -> None:
+def panel(axes: Axes, letter: str, title: str = "") -> None:
     """Panel letter and title above the axes, on the left."""
     axes.set_title(f"{letter}  {title}" if title else letter)
 
 
-def save(figure: Figure, target, kind: str) -> None:
+def save(figure: Figure, target: str | Path | IO[bytes], kind: str) -> None:
     """Write ``figure`` as 'pdf', 'svg' or 'png' to a path or buffer, at exactly its size; the same figure
     gives the
     same bytes."""
@@ -149,3 +159,9 @@ def save(figure: Figure, target, kind: str) -> None:
         "png": {"Software": None},
     }[kind]
     figure.savefig(target, format=kind, metadata=metadata)
+
+
+def in_order(names: Iterable[str], order: Sequence[str]) -> list[str]:
+    """Distinct ``names``, those of ``order`` first."""
+    seen = list(dict.fromkeys(names))
+    return [name for name in order if name in seen] + [name for name in seen if name not in order]

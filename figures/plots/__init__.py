@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from figures.data import Tidy
-from figures.plots import evaluation, loss, operands, schedule, traces, tradeoff
+from figures.plots import evaluation, grids, loss, operands, schedule, traces, tradeoff
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ FIGURES = (
         traces,
         "execution_routes",
     ),
-    _entry("fig03_cta_scaling", "Outer-scale domains", ("scaling_domains",), traces, "cta_scaling"),
+    _entry("fig03_cta_scaling", "Outer-scale domains", ("scaling_domains",), grids, "cta_scaling"),
     _entry("fig04_operand_map", "Operand map", ("routes", "operands"), operands, "operand_map"),
-    _entry("fig05_weight_2d", "One weight encoding, two layouts", ("weight_2d",), traces, "weight_2d"),
+    _entry("fig05_weight_2d", "One weight encoding, two layouts", ("weight_2d",), grids, "weight_2d"),
     _entry(
         "fig06_fusion_schedule",
         "Serial and fused boundaries",

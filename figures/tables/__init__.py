@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from figures.data import Tidy
-from figures.tables import contracts, quality, speed
+from figures.tables import contracts, parts, quality, speed
 from figures.tables.model import Table
 
 
@@ -29,7 +29,7 @@ TABLES = (
     Entry("table07_endpoint_loss", ("meta", "routes", "endpoint"), quality.endpoint_loss),
     Entry("table08_downstream", ("meta", "routes", "downstream"), quality.downstream),
     Entry("table09_production", ("meta", "routes", "production"), speed.production),
-    Entry("table10_output_head", ("meta", "output_head"), speed.output_head),
-    Entry("table11_boundary_budget", ("meta", "routes", "boundary"), speed.boundary_budget),
+    Entry("table10_output_head", ("meta", "output_head"), parts.output_head),
+    Entry("table11_boundary_budget", ("meta", "routes", "boundary"), parts.boundary_budget),
     Entry("table12_dgrad_error", ("meta", "dgrad"), quality.dgrad_error),
 )

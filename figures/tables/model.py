@@ -4,10 +4,14 @@ into text."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
-from figures.numbers import Value, decimal
+from figures.numbers import Value, decimal, fixed
+
+BEST_NOTE = "Bold: best value of the column."
 
 
 @dataclass(frozen=True)
@@ -98,3 +102,31 @@ def is_blank(value: Value | tuple | object) -> bool:
     if isinstance(value, tuple):
         return all(is_blank(part) for part in value)
     return value is None or value == "" or (isinstance(value, float) and not math.isfinite(value))
+
+
+def notes(table: Table) -> list[str]:
+    """The notes to print: best values where some are marked, then the table's own."""
+    return ([BEST_NOTE] if table.best else []) + table.notes
+
+
+def cell(column: Column, value: object, *, pad: bool = True) -> str:
+    """Display text of one value; '' for a blank."""
+    if is_blank(value):
+        return ""
+    if column.interval:
+        low, high = value  # type: ignore[misc]
+        parts = [fixed(v, column.decimals or 0, signed=column.signed) for v in (low, high)]
+        return f"[{parts[0]}, {parts[1]}]"
+    if column.numeric:
+        return fixed(value, column.decimals or 0, signed=column.signed, pad=pad)  # type: ignore[arg-type]
+    return str(value)
+
+
+def blocks(table: Table) -> Iterator[tuple[str | None, list[tuple[int, dict[str, object]]]]]:
+    """(section heading or None, [(row index, row), ...]) in order."""
+    numbered = list(enumerate(table.rows))
+    if table.section is None:
+        yield None, numbered
+        return
+    for heading, rows in groupby(numbered, key=lambda pair: pair[1].get(table.section)):
+        yield (str(heading) if heading else None), list(rows)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from figures import summary
+from figures import headline, summary
 from figures.__main__ import main
 from figures.data import Tidy
 from figures.plots import FIGURES
@@ -118,7 +118,7 @@ def test_conclusions_follow_the_data(tidy_one, tidy_three):
     assert "paired over seeds" in three["Validation loss"]
     assert "paired t, Holm" in three["Training loss"]
     assert "MXFP4 + row SR, 2.02 times BF16" in three["Speed"]
-    verdicts = {row["route"]: row["verdict"] for row in summary.headline(tidy_one).rows}
+    verdicts = {row["route"]: row["verdict"] for row in headline.headline(tidy_one).rows}
     assert verdicts["bf16"] == "reference" and verdicts["depth_hybrid_global_27_5"] == "diverged"
     assert verdicts["mxfp4_sr"] == "worse than BF16"
 

@@ -12,7 +12,8 @@ import pytest
 
 from figures.data import Tidy
 from figures.tables import TABLES
-from figures.tables.render import FORMATS, latex_escape, render, to_csv, to_html, to_latex, to_markdown
+from figures.tables.latex import latex_escape, to_latex
+from figures.tables.render import FORMATS, render, to_csv, to_html, to_markdown
 from tests.figures import synthetic
 
 ENTRIES = {entry.name: entry for entry in TABLES}
