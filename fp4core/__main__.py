@@ -52,13 +52,16 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"error: unknown command {name!r}{nearest(name, COMMANDS)}\n{usage()}", file=sys.stderr)
         return EXIT_INPUT
-    from fp4core.train.records import RunError, StopEarly
+    from fp4core.train.records import EchoedError, RunError, StopEarly
 
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
     except StopEarly as stop:
-        print(f"stopped: {stop}", flush=True)
+        if _rank() == "0":
+            print(f"stopped: {stop}", flush=True)
         return EXIT_STOPPED
+    except EchoedError:
+        return EXIT_INPUT
     except ValueError as error:
         return _fail(str(error), EXIT_INPUT)
     except (RunError, OSError) as error:
@@ -67,9 +70,13 @@ def main(argv: list[str] | None = None) -> int:
         return _fail("interrupted; the same command goes on from the last checkpoint", EXIT_INTERRUPTED)
 
 
+def _rank() -> str:
+    return os.environ.get("RANK", "0")
+
+
 def _fail(message: str, code: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print("error: " + " ".join(message.split("\n")), file=sys.stderr, flush=True)
+    place = "" if _rank() == "0" else f"rank {_rank()}: "
+    print(f"{place}error: " + " ".join(message.split("\n")), file=sys.stderr, flush=True)
     return code
 
 

@@ -7,15 +7,19 @@ sharded with FSDP2, and decisions (stop, replay) are taken together.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from .records import StopEarly
 
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -76,7 +80,22 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def start_world(wanted_device: str) -> World:
+@contextlib.contextmanager
+def joined(wanted_device: str) -> Iterator[World]:
+    """The world of this process, left again at the end.
+
+    After an error nobody is asked to agree on leaving: a peer may be gone, and the process ends anyway.
+    """
+    world = _start(wanted_device)
+    try:
+        yield world
+    except (ValueError, StopEarly):
+        _stop(world)
+        raise
+    _stop(world)
+
+
+def _start(wanted_device: str) -> World:
     """Join the process group that torchrun describes; a plain start is a world of one."""
     device = pick_device(wanted_device)
     if device.type == "cuda":
@@ -90,10 +109,16 @@ def start_world(wanted_device: str) -> World:
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
-def stop_world(world: World) -> None:
-    """Leave the process group."""
+def _stop(world: World) -> None:
     if world.size > 1 and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def is_lost_rank(error: RuntimeError) -> bool:
+    """True when a collective failed because a peer closed its connection or did not answer in time."""
+    text = str(error).lower()
+    signs = ("connection closed", "connection reset", "timed out", "timeout", "nccl", "gloo", "store")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
 
 
 def shard(model: nn.Module, world: World) -> nn.Module:

@@ -11,11 +11,9 @@ other tensors: equal splits agree to the bit, different ones to rounding.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,20 +24,10 @@ from fp4core.model.build import build_model, materialise
 from fp4core.recipe import Recipe, Study
 
 from .distributed import World, shard
+from .guard import step_guard
 from .optim import learning_rate, make_optimizer, set_learning_rate, set_progress
+from .records import RunError
 from .shards import TokenStream
-
-
-class StepGuard(Protocol):
-    """Deferred exactness check of a backend that stores operands in a narrower carrier.
-
-    `begin` before the forward pass; `exact` after the backward pass is False when some tensor did not fit;
-    inside `replay` the backend uses carriers that hold everything.
-    """
-
-    def begin(self) -> None: ...
-    def exact(self) -> bool: ...
-    def replay(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -106,7 +94,7 @@ class Engine:
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
         )
-        self.guard: StepGuard | None = None
+        self.guard = step_guard(self.model, study.backend, world.device.type)
 
     def resume(self, step: int) -> None:
         """Go on after `step` updates, once weights and moments are in place."""
@@ -141,19 +129,21 @@ class Engine:
         return result
 
     def _exact_gradients(self, step: int) -> tuple[float, bool]:
-        """Gradients of `step`, made again with wide carriers when a tensor did not fit the narrow ones.
+        """Gradients of `step`, made again while the backend finds that a tensor did not fit its carrier.
 
-        The only place between backward and the optimizer: a guard that fails on any rank replays on all.
+        The only place between backward and the optimizer: a guard that fails on any rank repeats on all.
         """
         if self.guard is None:
             return self.gradients(step), False
-        self.guard.begin()
-        total = self.gradients(step)
-        failed = self.world.reduce(float(not self.guard.exact()), op="max")[0]
-        if not failed:
-            return total, False
-        with self.guard.replay():
-            return self.gradients(step), True
+        for attempt in range(self.guard.attempts):
+            self.guard.begin()
+            total = self.gradients(step)
+            if not self.world.reduce(float(not self.guard.exact()), op="max")[0]:
+                return total, attempt > 0
+        raise RunError(
+            f"step {step} was not exact after {self.guard.attempts} attempts; train with backend: reference "
+            "and report the route and the checkpoint"
+        )
 
     def gradients(self, step: int) -> float:
         """Fill every .grad with the gradient of `step`; returns this rank's summed per-token loss."""

@@ -28,6 +28,10 @@ class RunError(Exception):
     """A run cannot go on (non-finite loss, full disk, ...); the command line exits with 1."""
 
 
+class EchoedError(ValueError):
+    """Another rank's error, which that rank reports."""
+
+
 def sha256_bytes(data: bytes) -> str:
     """SHA-256 of `data` as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()

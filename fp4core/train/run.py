@@ -22,12 +22,12 @@ from fp4core.recipe import to_dict
 
 from .checkpoint import Checkpoints
 from .diagnose import first_bad_tensor
-from .distributed import World, device_record, peak_memory_gib
+from .distributed import World, device_record, is_lost_rank, peak_memory_gib
 from .engine import Engine, StepResult
 from .lock import run_lock
 from .metrics import Metrics
 from .progress import Progress
-from .records import RunError, StopEarly, envelope, utc_now, write_json
+from .records import EchoedError, RunError, StopEarly, envelope, utc_now, write_json
 from .rundir import MANIFEST_SCHEMA, SUMMARY_SCHEMA, Identity, RunDir
 from .shards import check_data, open_training
 from .stopping import StopWish
@@ -68,7 +68,7 @@ def train(request: Request, *, world: World) -> Path:
                     print(archived, flush=True)
         if run.finished():
             return run.file("summary.json")
-        with _one_line_errors():
+        with _one_line_errors(world):
             return _Trajectory(request, world, run.identity()).train(target)
 
 
@@ -259,12 +259,12 @@ def _together(world: World) -> Iterator[None]:
     if failure is not None:
         raise failure
     if message is not None:
-        raise ValueError(message)
+        raise EchoedError(message)
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn a full disk and exhausted memory into one line each that says what to do."""
+def _one_line_errors(world: World) -> Iterator[None]:
+    """Turn a full disk, exhausted memory and a lost rank into one line each that says what to do."""
     try:
         yield
     except OSError as error:
@@ -278,4 +278,11 @@ def _one_line_errors() -> Iterator[None]:
         raise RunError(
             f"out of device memory ({str(error).splitlines()[0]}); lower train.local_batch or set "
             "train.activation_checkpoint, then run again"
+        ) from error
+    except RuntimeError as error:
+        if world.size == 1 or not is_lost_rank(error):
+            raise
+        raise RunError(
+            f"another process of the run is gone ({str(error).splitlines()[0]}); see its own output, "
+            "then run the same command again: it goes on from the last complete checkpoint"
         ) from error

@@ -7,8 +7,10 @@ import copy
 import dataclasses
 import multiprocessing
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerProcess as Process
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from child import run_command
+from child import Work, run_commands
 
 from fp4core.recipe import load_study, recipes_dir
 from fp4core.train import data
@@ -101,9 +103,25 @@ class Lab:
 
         return main(self.arguments(route, *more))
 
-    def start(self, route: str, *more: str) -> multiprocessing.Process:
+    def start(self, route: str, *more: str) -> Process:
         """Train in another process that starts from a warm interpreter."""
-        process = _CONTEXT.Process(target=run_command, args=(self.arguments(route, *more), str(self.output)))
+        return self._spawn([(self.arguments(route, *more), {})])
+
+    def start_ranks(self, size: int, routes: list[str], *more: str) -> list[Process]:
+        """Train routes one after another in `size` processes, as torchrun would start them."""
+        ports = _free_ports(len(routes))
+        processes = []
+        for rank in map(str, range(size)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
+            work = [
+                (self.arguments(route, *more), {**place, "MASTER_PORT": port})
+                for route, port in zip(routes, ports, strict=True)
+            ]
+            processes.append(self._spawn(work))
+        return processes
+
+    def _spawn(self, work: list[Work]) -> Process:
+        process = _CONTEXT.Process(target=run_commands, args=(work, str(self.output)))
         process.start()
         return process
 
@@ -127,8 +145,16 @@ class Lab:
         ]
 
 
+def _free_ports(count: int) -> list[str]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [str(probe.getsockname()[1]) for probe in probes]
+
+
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["child", "fp4core.train.run"])
+_CONTEXT.set_forkserver_preload(["child", "fp4core.train.run", "torch.distributed.fsdp"])
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from fp4core.train.distributed import World
 from fp4core.train.engine import Engine
 from fp4core.train.optim import learning_rate
 from fp4core.train.probe import geometries, rates
-from fp4core.train.records import read_json
+from fp4core.train.records import RunError, read_json
 from fp4core.train.shards import check_data, open_training
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -65,23 +63,19 @@ def test_recomputation_draws_the_same_bits(policy: str, lab: Lab, tiny_data: Pat
 def test_a_step_that_did_not_fit_is_replayed(lab: Lab, tiny_data: Path) -> None:
     class Guard:
         calls: list[str] = []  # noqa: RUF012 (one test, one instance)
+        attempts = 3
 
         def begin(self) -> None:
             self.calls.append("begin")
 
         def exact(self) -> bool:
             self.calls.append("exact?")
-            return len(self.calls) > 3
-
-        @contextlib.contextmanager
-        def replay(self) -> Iterator[None]:
-            self.calls.append("replay")
-            yield
+            return len(self.calls) > 2
 
     plain, guarded = _engine(lab, tiny_data, "mxfp4_sr"), _engine(lab, tiny_data, "mxfp4_sr")
     guarded.guard = Guard()
     first, second = guarded.step(1), guarded.step(2)
-    assert Guard.calls == ["begin", "exact?", "replay", "begin", "exact?"]
+    assert Guard.calls == ["begin", "exact?"] * 3
     assert (first.replayed, second.replayed) == (True, False)
     assert dataclasses.replace(first, replayed=False) == plain.step(1)
     assert second == plain.step(2)
@@ -136,3 +130,19 @@ def test_head_screen_compares_with_its_control(lab: Lab) -> None:
     assert control["loss_difference"] == 0.0
     assert 0 < lowp["grad_relative_difference"] < wgrad["grad_relative_difference"] < 0.5
     assert lowp["loss_difference"] != 0.0
+
+
+def test_a_step_that_never_fits_is_an_error(lab: Lab, tiny_data: Path) -> None:
+    class Guard:
+        attempts = 2
+
+        def begin(self) -> None:
+            pass
+
+        def exact(self) -> bool:
+            return False
+
+    engine = _engine(lab, tiny_data, "mxfp4_sr")
+    engine.guard = Guard()
+    with pytest.raises(RunError, match="step 1 was not exact after 2 attempts"):
+        engine.step(1)

@@ -17,14 +17,11 @@ def main(argv: list[str]) -> int:
     study = resolve_study(arguments)
     recipe = load_recipe(study.output_head.route, arguments.recipes)
 
-    from ..distributed import start_world, stop_world
+    from ..distributed import joined
     from ..head_screen import head_screen
 
-    world = start_world(study.train.device)
-    try:
+    with joined(study.train.device) as world:
         head_screen(
             study, recipe, arguments.seed, results=arguments.results, done=arguments.done, world=world
         )
-    finally:
-        stop_world(world)
     return 0

@@ -14,12 +14,9 @@ def main(argv: list[str]) -> int:
     arguments = options.parse_args(argv)
     study, recipe = resolve_study(arguments), resolve_recipe(arguments)
 
-    from ..distributed import start_world, stop_world
+    from ..distributed import joined
     from ..probe import probe
 
-    world = start_world(study.train.device)
-    try:
+    with joined(study.train.device) as world:
         probe(study, recipe, arguments.seed, results=arguments.results, done=arguments.done, world=world)
-    finally:
-        stop_world(world)
     return 0

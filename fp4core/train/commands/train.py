@@ -38,11 +38,8 @@ def main(argv: list[str]) -> int:
 
 
 def _train(run: RunDir, until: int | None, max_seconds: float | None, on_mismatch: str) -> Path:
-    from ..distributed import start_world, stop_world
+    from ..distributed import joined
     from ..run import Request, train
 
-    world = start_world(run.study.train.device)
-    try:
+    with joined(run.study.train.device) as world:
         return train(Request(run, until, max_seconds, on_mismatch), world=world)
-    finally:
-        stop_world(world)
