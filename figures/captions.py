@@ -8,8 +8,10 @@ from figures.numbers import count
 
 
 def setting(tidy: Tidy) -> str:
-    """'Measured: <scale>, on <device> (<backend> backend), study smoke.'"""
+    """'Measured: <scale>, on <device> (<backend> backend), study smoke', or what meta's `setting` says."""
     meta = tidy.meta
+    if meta.get("setting"):
+        return meta["setting"]
     parts = [meta.get("scale") or meta.get("description") or "scale not recorded"]
     device = meta.get("device") or "device not recorded"
     if meta.get("backend"):

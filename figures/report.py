@@ -141,9 +141,19 @@ def facts(tidy: Tidy) -> list[tuple[str, str]]:
         ),
         ("On what", device),
         ("When", meta.get("date", "not recorded")),
-        ("Code", f"commit {meta.get('commit') or 'not recorded'}"),
+        ("Code", commits(meta)),
         ("Inputs", "; ".join(inputs) if inputs else "see the run manifests under Provenance"),
     ]
+
+
+def commits(meta: dict[str, str]) -> str:
+    """The commits of the records, shortened; more than three are counted."""
+    found = [part.strip()[:12] for part in meta.get("commit", "").split(";") if part.strip()]
+    if not found:
+        return "commit not recorded"
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    edits = ", with uncommitted edits" if meta.get("uncommitted_edits") == "yes" else ""
+    return ("commit " if len(found) == 1 else "commits ") + ", ".join(found[:3]) + more + edits
 
 
 def data_uri(text: str, kind: str) -> str:

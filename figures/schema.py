@@ -113,33 +113,37 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def _convert(values: pd.Series, rule: dict, where: str) -> pd.Series:
-    """Column of the type that ``rule`` states: object (str or None), int64, float64 or bool."""
+    """Column of the type that ``rule`` states: object (str or None), int64, float64 or bool.
+
+    A float NaN or the text "nan" is a value of a number column (a loss that diverged); an empty field or a null
+    is missing. Both become NaN.
+    """
     types = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
     kind, nullable = types[0], "null" in types
-    values = values.astype(object)
-    empty = values.isna() if kind == "number" else values.isna() | (values == "")
-    # A float NaN is a value (a loss that diverged); only an absent field is missing. Both become NaN.
-    blank = values.map(lambda v: v is None or (isinstance(v, str) and v == ""))
-    if kind != "number" and empty.any() and not nullable:
-        raise TidyError(f"{where}, row {_row(empty)}: empty, needed {_needed(rule)}")
-    if kind == "number" and blank.any() and not nullable:
-        raise TidyError(f"{where}, row {_row(blank)}: empty, needed {_needed(rule)}")
+    if pd.api.types.is_numeric_dtype(values):
+        missing = values.isna() if kind != "number" else pd.Series(False, index=values.index)
+    else:
+        values = values.astype(object)
+        missing = (values == "") | values.isna()
+    if missing.any() and not nullable:
+        raise TidyError(f"{where}, row {_row(missing)}: empty, needed {_needed(rule)}")
     if kind == "string":
-        return _strings(values, empty, rule, where)
+        return _strings(values, missing, rule, where)
     if kind == "boolean":
         lowered = values.map(lambda v: str(v).lower())
         _refuse(values, ~lowered.isin(("true", "false")), rule, where)
         return lowered == "true"
-    numbers = pd.to_numeric(values.where(~blank, np.nan), errors="coerce").astype(float)
-    text_nan = values.map(lambda v: isinstance(v, str) and v.strip().lower() == "nan")
-    _refuse(values, numbers.isna() & ~blank & ~values.isna() & ~text_nan, rule, where)
+    numbers = pd.to_numeric(values.where(~missing, np.nan), errors="coerce").astype(float)
+    unread = numbers.isna() & ~missing
+    if unread.any() and not pd.api.types.is_numeric_dtype(values):
+        _refuse(values, unread & (values.map(str).str.strip().str.lower() != "nan"), rule, where)
     known = numbers.notna()
     if "minimum" in rule:
         _refuse(values, known & (numbers < rule["minimum"]), rule, where)
     if "maximum" in rule:
         _refuse(values, known & (numbers > rule["maximum"]), rule, where)
     if kind == "integer":
-        _refuse(values, known & (numbers != np.floor(numbers)), rule, where)
+        _refuse(values, (known & (numbers != np.floor(numbers))) | (unread & ~missing), rule, where)
         return numbers.astype("int64") if not nullable else numbers
     return numbers
 
@@ -147,11 +151,13 @@ def _convert(values: pd.Series, rule: dict, where: str) -> pd.Series:
 def _strings(values: pd.Series, empty: pd.Series, rule: dict, where: str) -> pd.Series:
     words = [None if missing else str(value) for value, missing in zip(values, empty)]
     text = pd.Series(words, index=values.index, dtype=object)
+    allowed = set(text.dropna())
     if "enum" in rule:
-        _refuse(values, ~empty & ~text.isin(rule["enum"]), rule, where)
+        allowed &= set(rule["enum"])
     if "pattern" in rule:
         pattern = re.compile(rule["pattern"])
-        _refuse(values, ~empty & ~text.map(lambda v: v is None or bool(pattern.search(v))), rule, where)
+        allowed = {word for word in allowed if pattern.search(word)}
+    _refuse(values, ~empty & ~text.isin(allowed), rule, where)
     return text
 
 

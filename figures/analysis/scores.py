@@ -50,7 +50,7 @@ def downstream(tidy: Tidy) -> pd.DataFrame:
                 "high": high,
                 "n": int(group["n"].iloc[0]),
                 "shots": int(group["shots"].iloc[0]),
-                "truncated": int(group["truncated"].max()),
+                "truncated": float(group["truncated"].max()),
                 "chance": float(group["chance"].iloc[0]),
                 "at_chance": stats.at_chance(value, n, float(group["chance"].iloc[0])),
                 "difference": difference,

@@ -60,7 +60,7 @@ def draw_validation(tidy: Tidy) -> Figure:
             3.4,
             1,
             2,
-            margins=(0.42, 1.42, 0.5, 0.2),
+            margins=(0.48, 1.42, 0.5, 0.2),
             width_ratios=(1, 0.92),
             wspace=2 * 1.95 / (5.16 - 1.95),
         )
@@ -97,8 +97,9 @@ def _points(tidy: Tidy, axes, frame, routes, gap, columns, looks, value) -> None
     """Dodged points with intervals and thin lines; labels at the last checkpoint."""
     middle, low, high = columns
     steps = sorted(frame["step"].unique())
-    width = 0.5 * gap
-    axes.set_xlim(min(steps) - 0.6 * width - 0.02 * max(steps), max(steps) + 0.6 * width + 0.02 * max(steps))
+    width = gap * min(0.5, 0.06 * (len(routes) - 1))
+    room = 0.6 * width + 0.03 * max(steps)
+    axes.set_xlim(min(steps) - room, max(steps) + room)
     entries = []
     for place, route in enumerate(routes):
         look = looks.get(route) or style.look(route)

@@ -116,7 +116,7 @@ def _bars(ax, boundary: str, routes: list[str], schedules: list[str], times: dic
     box = ax.get_window_extent().width / ax.figure.dpi
     ax.set_xlim(0, longest * (1 + 0.3 / max(box - 0.3, 0.3)))
     ax.set_ylim(len(routes) - 0.4, -0.6)
-    ax.xaxis.set_major_locator(MaxNLocator(4 if box < 2 else 7))
+    ax.xaxis.set_major_locator(MaxNLocator(4 if box < 2 else 7, steps=[1, 2, 5, 10]))
 
 
 def _legend(figure: Figure, height: float, both: bool) -> None:

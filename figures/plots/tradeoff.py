@@ -66,8 +66,9 @@ def _scatter(axes, mine: pd.DataFrame, looks) -> None:
     unit = 1000.0 if mine["tokens_per_s"].max() >= 5000 else 1.0
     x, y = mine["tokens_per_s"] / unit, mine["excess"]
     low, high = mine["excess_low"].fillna(y).min(), mine["excess_high"].fillna(y).max()
-    x_span, y_span = (x.max() - x.min()) or x.max(), (high - low) or 1.0
-    axes.set_xlim(x.min() - 0.12 * x_span, x.max() + 0.14 * x_span)
+    left, right = mine["p10"].fillna(x * unit).min() / unit, mine["p90"].fillna(x * unit).max() / unit
+    x_span, y_span = (right - left) or right, (high - low) or 1.0
+    axes.set_xlim(left - 0.12 * x_span, right + 0.13 * x_span)
     axes.set_ylim(min(low, 0) - 0.1 * y_span, high + 0.1 * y_span)
     axes.axhline(0, color=style.FAINT, lw=0.6, zorder=0)
     front = mine[mine["frontier"]].sort_values("tokens_per_s")

@@ -81,7 +81,11 @@ def format_contracts(tidy: Tidy) -> Table:
 def base_recipe(tidy: Tidy) -> Table:
     """table03: the shared training configuration beside the report's."""
     rows = [
-        {"key": row.key.replace("_", " "), "value": row.value, "report_value": row.report_value}
+        {
+            "key": row.key.replace("_", " "),
+            "value": _grouped(row.value),
+            "report_value": _grouped(row.report_value),
+        }
         for row in tidy.table("training").itertuples()
     ]
     missing = any(row["report_value"] is None or row["value"] is None for row in rows)
@@ -101,6 +105,11 @@ def base_recipe(tidy: Tidy) -> Table:
         rows=rows,
         notes=["Blank: does not apply, or the report does not state it."] if missing else [],
     )
+
+
+def _grouped(value: str | None) -> str | None:
+    """Whole numbers of five digits and more with separators."""
+    return f"{int(value):,}" if value and value.isdigit() and len(value) > 4 else value
 
 
 def _groups(tidy: Tidy) -> list[tuple[str, int, int, int, dict[tuple[str, str], tuple[str, str, str]]]]:

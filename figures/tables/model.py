@@ -70,8 +70,8 @@ class Table:
 
     @cached_property
     def best(self) -> set[tuple[int, str]]:
-        """Cells that hold the best value of their column, within their section; summary rows do not
-        compete."""
+        """Cells that hold the best value of their column, within their section. Summary rows and cells with a
+        mark (a score at chance) do not compete."""
         found: set[tuple[int, str]] = set()
         for column in self.shown:
             if column.best is None:
@@ -79,7 +79,8 @@ class Table:
             groups: dict[object, list[tuple[float, int]]] = {}
             for index, row in enumerate(self.rows):
                 number = decimal(row.get(column.key))  # type: ignore[arg-type]
-                if number is not None and index not in self.summary:
+                competes = index not in self.summary and (index, column.key) not in self.marks
+                if number is not None and competes:
                     groups.setdefault(row.get(self.section or ""), []).append((float(number), index))
             for cells in groups.values():
                 if len({value for value, _ in cells}) > 1:

@@ -99,7 +99,8 @@ def downstream(tidy: Tidy) -> Table:
         given, reference = published.text(name, row.route, metric), published.number(name, REFERENCE, metric)
         items = published.number(name, "", f"{task}/items")
         title = analysis.TASKS.get(task, (task, ""))[0]
-        shots, cut = count(row.shots, "shot"), count(row.truncated, "truncated prompt")
+        shots, cut = count(row.shots, "shot"), None if np.isnan(row.truncated) else int(row.truncated)
+        at_most = "" if cut is None else f"at most {count(cut, 'truncated prompt')}, "
         index = len(rows)
         published_chance = bool(given and items and stats.at_chance(float(given), int(items), row.chance))
         if row.at_chance:
@@ -109,7 +110,7 @@ def downstream(tidy: Tidy) -> Table:
         other = secondary.get((task, row.route))
         rows.append(
             {
-                "task": f"{title}, {row.metric}, {shots}, {count(row.n, 'item')}, at most {cut}, "
+                "task": f"{title}, {row.metric}, {shots}, {count(row.n, 'item')}, {at_most}"
                 f"chance {100 * row.chance:g}%",
                 "task_name": task,
                 "metric": row.metric,
@@ -118,7 +119,7 @@ def downstream(tidy: Tidy) -> Table:
                 "seeds": row.seeds,
                 "items": row.n,
                 "shots": row.shots,
-                "truncated": row.truncated,
+                "truncated": cut,
                 "value": 100 * row.value,
                 "interval": (100 * row.low, 100 * row.high),
                 "secondary": None if other is None else 100 * float(other),

@@ -71,6 +71,14 @@ def test_holm_steps_down_and_ignores_untested():
     assert adjusted[[0, 2, 3]] == pytest.approx([0.03, 0.06, 0.06]) and math.isnan(adjusted[1])
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_is_statsmodels(p_values):
+    from statsmodels.stats.multitest import multipletests
+
+    assert stats.holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1])
+
+
 def test_chance_is_judged_by_the_wilson_interval():
     assert stats.at_chance(0.2518871955561886, 14042, 0.25)
     assert not stats.at_chance(0.28635522005412334, 14042, 0.25)
