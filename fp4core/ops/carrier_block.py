@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from fp4core.kernels import fused_rope
-from fp4core.ops import spec as specs
 from fp4core.ops.carrier_attention import attention_backward, attention_forward
 from fp4core.ops.carrier_boundary import (
     norm_backward,
@@ -33,11 +32,11 @@ from fp4core.ops.carrier_boundary import (
     silu_forward,
 )
 from fp4core.ops.carrier_encode import encode, encode_gradients, encode_weights
-from fp4core.ops.carrier_gemm import Carrier, contract
+from fp4core.ops.carrier_gemm import Carrier, contract, sum_of_products
 from fp4core.ops.carrier_groups import Group, group
-from fp4core.ops.carrier_linear import sum_of_products
 from fp4core.ops.carrier_plan import X_COL, X_ROW
-from fp4core.ops.linear import Linear, resolve_backend
+from fp4core.ops.fused import register_fused_block
+from fp4core.ops.linear import Linear
 
 _BF16 = torch.bfloat16
 _HEAD = 128
@@ -46,8 +45,8 @@ WEIGHTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 _GROUPS = (slice(0, 3), slice(3, 4), slice(4, 6), slice(6, 7))
 
 
-def _groups(producers: Tensor, spec: str, device: torch.device) -> list[Group]:
-    ids = producers.tolist()
+def _groups(producers: list[Tensor], spec: str, device: torch.device) -> list[Group]:
+    ids = [int(p) for p in producers]
     return [group(ids[part], spec, device) for part in _GROUPS]
 
 
@@ -94,7 +93,7 @@ def _forward(
     cos: Tensor,
     sin: Tensor,
     state: Tensor,
-    producers: Tensor,
+    producers: list[Tensor],
     spec: str,
     eps: float,
 ) -> list[Tensor]:
@@ -126,7 +125,7 @@ def _(
     cos: Tensor,
     sin: Tensor,
     state: Tensor,
-    producers: Tensor,
+    producers: list[Tensor],
     spec: str,
     eps: float,
 ) -> list[Tensor]:
@@ -157,7 +156,7 @@ def _backward(
     cos: Tensor,
     sin: Tensor,
     state: Tensor,
-    producers: Tensor,
+    producers: list[Tensor],
     spec: str,
 ) -> list[Tensor]:
     """[dx, dnorm, dnorm', dW of q|k|v, of o, of gate|up, of down]; weights' gradients stacked per group."""
@@ -209,7 +208,7 @@ def _(
     cos: Tensor,
     sin: Tensor,
     state: Tensor,
-    producers: Tensor,
+    producers: list[Tensor],
     spec: str,
 ) -> list[Tensor]:
     stacked = [
@@ -221,19 +220,19 @@ def _(
 
 def _save(ctx: Any, inputs: tuple, output: list[Tensor]) -> None:
     x, norms, weights, cos, sin, state, producers, ctx.spec, _ = inputs
-    ctx.save_for_backward(x, cos, sin, state, producers, *output[1:], *norms, *weights)
+    ctx.save_for_backward(x, cos, sin, state, *producers, *output[1:], *norms, *weights)
 
 
 def _autograd(ctx: Any, grads: list[Tensor]):
-    x, cos, sin, state, producers, *rest = ctx.saved_tensors
-    saved, norms, weights = rest[:7], rest[7:9], rest[9:]
+    x, cos, sin, state, *rest = ctx.saved_tensors
+    producers, saved, norms, weights = rest[:7], rest[7:14], rest[14:16], rest[16:]
     dx, dn1, dn2, *stacked = _backward(
         grads[0], x, saved, norms, weights, cos, sin, state, producers, ctx.spec
     )
     dws: list[Tensor] = []
     for part, dw in zip(_GROUPS, stacked):
         dws += dw.split([w.shape[0] for w in weights[part]])
-    return dx, [dn1, dn2], dws, None, None, None, None, None, None
+    return dx, [dn1, dn2], dws, None, None, None, [None] * len(producers), None, None
 
 
 _forward.register_autograd(_autograd, setup_context=_save)
@@ -248,14 +247,12 @@ def layers(block: nn.Module) -> list[nn.Module]:
 def can_fuse(block: nn.Module, h: Tensor) -> bool:
     """Whether ``block_forward`` computes this block on this input.
 
-    It does for seven ``fp4core.Linear`` of one recipe on the carrier backend, without biases or hooks, BF16
-    activations, heads of 128, dimensions that are multiples of 128 and sequences of multiples of 32.
+    It does for seven ``fp4core.Linear`` of one recipe, without biases or hooks, BF16 activations, heads of 128,
+    dimensions that are multiples of 128 and sequences of multiples of 32.
     """
     found = layers(block)
     first = found[0]
-    if not isinstance(first, Linear) or first.plain_bf16 or h.dtype != _BF16 or h.dim() != 3:
-        return False
-    if resolve_backend(first.backend, h.device.type) != "carrier" or block.self_attn.head_dim != _HEAD:
+    if h.dtype != _BF16 or h.dim() != 3 or block.self_attn.head_dim != _HEAD:
         return False
     plain = all(
         isinstance(m, Linear)
@@ -279,15 +276,11 @@ def block_forward(block: nn.Module, h: Tensor, cos: Tensor, sin: Tensor, state: 
         state: int64 [3] random state; a private copy, as for ``fp4core.ops.linear``.
     """
     found = layers(block)
-    # a tensor on the CPU, not numbers: a compiled block then serves every layer without recompiling
-    producers = getattr(block, "_carrier_producers", None)
-    if producers is None:
-        producers = torch.tensor([m.producer for m in found], device="cpu")
-        block._carrier_producers = producers
+    producers = [m.producer_cpu for m in found]
     norms = [block.input_layernorm.weight, block.post_attention_layernorm.weight]
     weights = [m.weight for m in found]
     spec, eps = found[0].spec, block.input_layernorm.eps
     return _forward(h.contiguous(), norms, weights, cos, sin, state, producers, spec, eps)[0]
 
 
-__all__ = ["block_forward", "can_fuse", "layers", "specs"]
+register_fused_block("carrier", can_fuse, block_forward)

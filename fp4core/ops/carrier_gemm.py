@@ -100,3 +100,26 @@ def _per_row(outer: Tensor | None, rows: int) -> Tensor:
     if outer is None:
         return torch.ones(1)
     return outer if outer.numel() == 1 else outer.repeat_interleave(256)[:rows]
+
+
+def sum_of_products(lefts: list[Carrier], rights: list[Carrier]) -> Tensor:
+    """BF16 of the sum of A_i B_i^T: one product where the operands lie side by side, else summed in FP32."""
+    if len(lefts) == len(rights) == 1:
+        return contract(lefts[0], rights[0], torch.bfloat16)
+    lefts, rights = _split(lefts, rights), _split(rights, lefts)
+    total = contract(lefts[0], rights[0], torch.float32)
+    for a, b in zip(lefts[1:], rights[1:]):
+        total += contract(a, b, torch.float32)
+    return total.to(torch.bfloat16)
+
+
+def _split(carriers: list[Carrier], like: list[Carrier]) -> list[Carrier]:
+    """A joint operand cut at the contraction lengths of its partners (one side fell back to BF16)."""
+    if len(carriers) >= len(like):
+        return carriers
+    joint, at, parts = carriers[0].widened(), 0, []
+    for c in like:
+        width = c.data.shape[1]
+        parts.append(Carrier(joint.data[:, at : at + width], joint.ref, joint.constant, joint.outer))
+        at += width
+    return parts

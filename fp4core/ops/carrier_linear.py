@@ -16,9 +16,10 @@ from torch import Tensor
 
 from fp4core import formats
 from fp4core.kernels.producers import CARRIERS
+from fp4core.ops import carrier_block  # noqa: F401  (registers itself as this backend's fused block)
 from fp4core.ops import spec as specs
 from fp4core.ops.carrier_encode import encode, encode_gradients, encode_weights
-from fp4core.ops.carrier_gemm import Carrier, contract
+from fp4core.ops.carrier_gemm import Carrier, contract, sum_of_products
 from fp4core.ops.carrier_groups import Group, fp8_capable, group
 from fp4core.ops.carrier_plan import X_COL, X_ROW, is_mx
 from fp4core.ops.linear import register_backend
@@ -128,29 +129,6 @@ def _backward(
     for i, (w, needed) in enumerate(zip(weights, need_w)):
         out.append(contract(dy_cols[i], x_col, w.dtype) if needed else w.new_empty(0))
     return out
-
-
-def sum_of_products(lefts: list[Carrier], rights: list[Carrier]) -> Tensor:
-    """BF16 of the sum of A_i B_i^T: one product where the operands lie side by side, else summed in FP32."""
-    if len(lefts) == len(rights) == 1:
-        return contract(lefts[0], rights[0], _BF16)
-    lefts, rights = _split(lefts, rights), _split(rights, lefts)
-    total = contract(lefts[0], rights[0], torch.float32)
-    for a, b in zip(lefts[1:], rights[1:]):
-        total += contract(a, b, torch.float32)
-    return total.to(_BF16)
-
-
-def _split(carriers: list[Carrier], like: list[Carrier]) -> list[Carrier]:
-    """A joint operand cut at the contraction lengths of its partners (one side fell back to BF16)."""
-    if len(carriers) >= len(like):
-        return carriers
-    joint, at, parts = carriers[0].widened(), 0, []
-    for c in like:
-        width = c.data.shape[1]
-        parts.append(Carrier(joint.data[:, at : at + width], joint.ref, joint.constant, joint.outer))
-        at += width
-    return parts
 
 
 @_backward.register_fake

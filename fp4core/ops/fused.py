@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from fp4core.ops.linear import Linear, resolve_backend
 
+CanFuse = Callable[[nn.Module, Tensor], bool]
 BlockForward = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+_FUSED: dict[str, tuple[CanFuse, BlockForward]] = {}
+
+
+def register_fused_block(backend: str, can_fuse: CanFuse, forward: BlockForward) -> None:
+    """Offer ``forward(block, h, cos, sin, state)`` for blocks of ``backend`` where ``can_fuse(block, h)``."""
+    _FUSED[backend] = (can_fuse, forward)
 
 
 def fused_block(block: nn.Module, h: Tensor) -> BlockForward | None:
     """The function that computes ``block`` on ``h`` in fused kernels, or None to compute it layer by layer.
 
-    ``block`` has the modules of ``fp4core.model``'s Block; see ``carrier_block.can_fuse`` for the conditions.
+    ``block`` has the modules of ``fp4core.model``'s Block. Traces under ``torch.compile``.
     """
     first = block.self_attn.q_proj
     if not isinstance(first, Linear) or first.plain_bf16:
         return None
-    if resolve_backend(first.backend, h.device.type) != "carrier":
+    backend = resolve_backend(first.backend, h.device.type)
+    if backend not in _FUSED:
         return None
-    carrier_block = importlib.import_module("fp4core.ops.carrier_block")
-    return carrier_block.block_forward if carrier_block.can_fuse(block, h) else None
+    can_fuse, forward = _FUSED[backend]
+    return forward if can_fuse(block, h) else None
