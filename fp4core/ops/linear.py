@@ -125,6 +125,8 @@ class Linear(nn.Linear):
         self.block, self.index, self.backend = block, index, backend
         self.spec = specs.encode(recipe)
         self.producer = specs.producer_id(block, index)
+        # for ops of a whole block: as a tensor it is no constant of a compiled graph, so one graph serves all
+        self.producer_cpu = torch.tensor([self.producer], device="cpu")
         self.plain_bf16 = specs.is_plain_bf16(recipe)
         _load_device_backends()
         resolve_backend(backend, self.weight.device.type)
