@@ -56,7 +56,11 @@ def tiny(tmp_path_factory):
     data["train"].update(endpoint_step=4, log_every=1, checkpoint_every=2)
     data["probe"] = {"steps": 3, "window": [2, 3]}
     data["validation"].update(sequences=4, batch=4)
-    data["downstream"] = {"step": 4, "tasks": {t: {"limit": 4} for t in ("hellaswag", "winogrande")}}
+    data["downstream"] = {
+        "step": 4,
+        "max_length": 1024,
+        "tasks": {t: {"limit": 4} for t in ("hellaswag", "winogrande")},
+    }
     data["dgrad"] = {"route": "mxfp4_twelfth", "step": 4, "batches": 1, "sequence": 64}
     data["output_head"] = {"route": "mxfp4_twelfth", "steps": 3, "window": [2, 3]}
     data["boundary"] = {"tokens": 64, "repeats": 1, "warmup": 0}
