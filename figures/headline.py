@@ -73,4 +73,5 @@ def _verdict(tidy: Tidy, route: str, row: pd.Series | None) -> str:
         return "not tested"
     if not row["verdict_p"] < stats.ALPHA:
         return "not distinguishable"
-    return "worse than BF16" if row["difference"] > 0 else "better than BF16"
+    word = "worse" if row["difference"] > 0 else "better"
+    return f"{word} than BF16" if row["by_seeds"] else f"{word}, this run"

@@ -115,8 +115,8 @@ def write_atomic(path: Path, content: bytes) -> None:
 def _convert(values: pd.Series, rule: dict, where: str) -> pd.Series:
     """Column of the type that ``rule`` states: object (str or None), int64, float64 or bool.
 
-    A float NaN or the text "nan" is a value of a number column (a loss that diverged); an empty field or a null
-    is missing. Both become NaN.
+    A float NaN or the text "nan" is a value of a number column (a loss that diverged); an empty field or a
+    null is missing. Both become NaN.
     """
     types = rule["type"] if isinstance(rule["type"], list) else [rule["type"]]
     kind, nullable = types[0], "null" in types

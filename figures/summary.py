@@ -106,6 +106,7 @@ def verdicts(tidy: Tidy) -> pd.DataFrame:
     frame = frame[(frame["step"] == step) & (frame["route"] != REFERENCE)].set_index("route").copy()
     several = len(tidy.seeds) > 1 and frame["seed_p"].notna().any()
     frame["verdict_p"] = stats.holm(frame["seed_p"]) if several else frame["p_holm"]
+    frame["by_seeds"] = several
     frame["verdict_low"] = frame["seed_difference_low" if several else "difference_low"]
     frame["verdict_high"] = frame["seed_difference_high" if several else "difference_high"]
     return frame
@@ -119,7 +120,8 @@ def validation(tidy: Tidy) -> Statement | None:
     tested = frame[frame["verdict_p"].notna()]
     if tested.empty:
         return None
-    step, several = int(frame["step"].iloc[0]), len(tidy.seeds) > 1
+    step, several = int(frame["step"].iloc[0]), bool(frame["by_seeds"].iloc[0])
+    unit_of_test = "routes" if several else "runs"
     worse = tested[(tested["verdict_p"] < stats.ALPHA) & (tested["difference"] > 0)].sort_values("difference")
     better = tested[(tested["verdict_p"] < stats.ALPHA) & (tested["difference"] < 0)].sort_values(
         "difference"
@@ -131,18 +133,18 @@ def validation(tidy: Tidy) -> Statement | None:
     for rows, word in ((worse, "worse"), (better, "better")):
         if len(rows):
             parts.append(
-                f"{len(rows)} of {len(tested)} routes are distinguishably {word} than BF16, from "
+                f"{len(rows)} of {len(tested)} {unit_of_test} are distinguishably {word} than BF16, from "
                 f"{_effect(tidy, rows.index[0], rows.iloc[0])} to "
                 f"{_effect(tidy, rows.index[-1], rows.iloc[-1])}"
                 if len(rows) > 1
-                else f"one route is distinguishably {word} than BF16, "
+                else f"one of {len(tested)} {unit_of_test} is distinguishably {word} than BF16, "
                 + _effect(tidy, rows.index[0], rows.iloc[0])
             )
     if len(alike):
         parts.append(f"not distinguishable from BF16: {_names(tidy, tidy.ordered(alike.index))}")
     text += "; ".join(parts) + "."
     if not several:
-        text += " This compares these trajectories on this stream; another seed could move them."
+        text += " These are single runs: whether a route is better or worse than BF16 takes several seeds."
     return Statement("Validation loss", text, "fig09_validation_nll")
 
 
