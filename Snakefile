@@ -53,7 +53,11 @@ rule report:
         f"{RESULTS}/report.html",
 
 
-if SETTINGS.from_logs is None:
+if SETTINGS.study == recipe.PUBLISHED:
+
+    include: "workflow/rules/published.smk"
+
+elif SETTINGS.from_logs is None:
 
     include: "workflow/rules/data.smk"
     include: "workflow/rules/train.smk"
@@ -64,5 +68,9 @@ if SETTINGS.from_logs is None:
     include: "workflow/rules/routes.smk"
 
 
-include: "workflow/rules/collect.smk"
+if SETTINGS.study != recipe.PUBLISHED:
+
+    include: "workflow/rules/collect.smk"
+
+
 include: "workflow/rules/figures.smk"

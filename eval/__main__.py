@@ -15,6 +15,7 @@ COMMANDS = {
     "dgrad": "eval.dgrad",
     "traces": "eval.traces",
     "collect": "eval.collect",
+    "published": "eval.published",
 }
 
 

@@ -24,6 +24,11 @@ def build(logs: checked.Logs, reported: recipes.Study | None) -> dict[str, bytes
     """File name -> bytes of every tidy table."""
     tables = {name: make(logs) for name, make in tidy.TABLES.items()}
     tables["training"] = tidy.training(logs, reported)
+    return encode(tables) | {f"{name}.csv": logs.traces[f"{name}.csv"] for name in TRACES}
+
+
+def encode(tables: dict[str, list[dict[str, Any]]]) -> dict[str, bytes]:
+    """File name -> bytes of tables given as rows; ValueError when columns are not those of the schema."""
     files = {}
     for name, rows in tables.items():
         schema = tidy.schema(name)
@@ -39,8 +44,6 @@ def build(logs: checked.Logs, reported: recipes.Study | None) -> dict[str, bytes
             files[f"{name}.parquet"] = tidy.parquet_bytes(name, rows)
         else:
             files[f"{name}.csv"] = _csv(rows, list(schema["properties"]))
-    for name in TRACES:
-        files[f"{name}.csv"] = logs.traces[f"{name}.csv"]
     return files
 
 

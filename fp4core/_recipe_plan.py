@@ -31,6 +31,9 @@ class WorkflowConfig:
     recipes: str | None = entry(None, doc="folder with routes/ and studies/ instead of recipes/")
     results: str = entry("results", doc="where results/STUDY is made")
     inputs: str = entry("inputs.yaml", doc="bindings of local files")
+    published: str | None = entry(
+        None, doc="study=published: directory with any of the author's public files (default: the binding)"
+    )
 
     def told(self, wildcards: Any, output: Any) -> str:
         """What every command line is told of the study, as a rule's ``params``, quoted for a shell.
@@ -38,8 +41,18 @@ class WorkflowConfig:
         Snakemake does not compare a param that is a function of ``output``: another spelling of the
         same study reruns nothing. What can change a number is in the marker's name (``Plan.key``).
         """
-        recipes = ["--recipes", self.recipes] if self.recipes else []
-        return shlex.join(["--study", self.study, *recipes])
+        return shlex.join(["--study", self.study, *self._recipes()])
+
+    def told_recipes(self, wildcards: Any, output: Any) -> str:
+        """Where the recipes are, for commands that take no study."""
+        return shlex.join(self._recipes())
+
+    def told_inputs(self, wildcards: Any, output: Any) -> str:
+        """The file of bindings, for the stages that read bound files; hashes are part of ``Plan.key``."""
+        return shlex.join(["--inputs", self.inputs])
+
+    def _recipes(self) -> list[str]:
+        return ["--recipes", self.recipes] if self.recipes else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +140,11 @@ class Plan:
     def told(self, wildcards: Any, output: Any) -> str:
         """The results directory, as a rule's ``params`` that is not compared (see WorkflowConfig.told)."""
         return shlex.quote(self.results)
+
+    @property
+    def partial(self) -> str:
+        """Option of the drawing commands: a study of one's own is drawn whole or not at all."""
+        return ""
 
     @property
     def accelerator(self) -> int:

@@ -18,6 +18,8 @@ from fp4core._recipe_files import BoundFiles
 from fp4core._recipe_inputs import Inputs, inputs_from_dict, load_inputs, missing_inputs, verify_binding
 from fp4core._recipe_load import ConfigError, build, fail, nearest, read_yaml, schema, to_plain
 from fp4core._recipe_plan import FIGURES, TABLES, Plan, WorkflowConfig, find_commands, missing_logs_message
+from fp4core._recipe_published import STUDY as PUBLISHED
+from fp4core._recipe_published import PublishedPlan, role_of
 from fp4core._recipe_records import RECORDS
 from fp4core._recipe_route import (
     BlockGroup,
@@ -54,6 +56,7 @@ from fp4core._recipe_study import (
 
 __all__ = [
     "FIGURES",
+    "PUBLISHED",
     "STAGES",
     "TABLES",
     "TASKS",
@@ -181,6 +184,8 @@ def make_plan(config: Mapping[str, Any]) -> tuple[WorkflowConfig, Plan]:
     inputs are not bound, and for logs that ``from_logs`` lacks.
     """
     settings = build(WorkflowConfig, dict(config), "--config")
+    if settings.study == PUBLISHED or settings.published is not None:
+        return settings, _published_plan(settings)
     study = load_study(settings.study, settings.recipes)
     recipes = study_routes(study, settings.recipes)
     results = f"{settings.results}/{study.study}"
@@ -196,6 +201,32 @@ def make_plan(config: Mapping[str, Any]) -> tuple[WorkflowConfig, Plan]:
         raise ConfigError(f"study {study.study}: nothing is started, these inputs are missing:{lines}")
     inputs = load_inputs(settings.inputs) if study.data.source == "bound" else None
     return settings, Plan(study, recipes, results, inputs)
+
+
+def _published_plan(settings: WorkflowConfig) -> PublishedPlan:
+    """What the author's files at hand allow to be drawn."""
+    if settings.study != PUBLISHED:
+        fail("--config", "published", f"belongs to study={PUBLISHED}, got study={settings.study}")
+    if settings.from_logs is not None:
+        fail("--config", "from_logs", f"study {PUBLISHED} draws the author's files; give one of the two")
+    bound = None
+    if settings.published is not None:
+        directory = Path(settings.published)
+        names = [path.name for path in directory.glob("*.csv")]
+    else:
+        path = Path(settings.inputs)
+        binding = load_inputs(path).published if path.is_file() else None
+        if binding is None:
+            fail(f"study {PUBLISHED}", "", "no files: --config published=DIR, or fp4core bind published DIR")
+        bound, directory = settings.inputs, path.parent / binding.directory
+        names = list(binding.sha256)
+    files = tuple(sorted(name for name in names if role_of(name) and (directory / name).is_file()))
+    if not files:
+        fail(str(directory), "", "none of the author's public files is here (fp4core/_recipe_published.py)")
+    study = load_study("report", settings.recipes)
+    recipes = {k: r for k, r in study_routes(study, settings.recipes).items() if r.in_report}
+    results = f"{settings.results}/{PUBLISHED}"
+    return PublishedPlan(study, recipes, results, None, str(directory), files, bound)
 
 
 def _find(path_or_name: str | Path, folder: str, kind: str, directory: str | Path | None) -> Path:

@@ -11,7 +11,9 @@ rule data:
     params:
         stale=PLAN.stale,
         study=SETTINGS.told,
+        inputs=SETTINGS.told_inputs,
         results=PLAN.told,
     shell:
         "rm -f {params.stale} && "
-        "python -m fp4core data {params.study} --out {params.results}/data --done {output} 2>&1 | tee {log}"
+        "python -m fp4core data {params.study} {params.inputs} --out {params.results}/data"
+        " --done {output} 2>&1 | tee {log}"

@@ -15,8 +15,9 @@ rule downstream:
     params:
         stale=PLAN.stale,
         study=SETTINGS.told,
+        inputs=SETTINGS.told_inputs,
         results=PLAN.told,
     shell:
         "rm -f {params.stale} && "
         "python -m eval downstream {params.study} --route {wildcards.route} --seed {wildcards.seed}"
-        " --results {params.results} --done {output} 2>&1 | tee {log}"
+        " {params.inputs} --results {params.results} --done {output} 2>&1 | tee {log}"

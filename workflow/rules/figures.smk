@@ -3,7 +3,7 @@
 
 rule tables:
     input:
-        tidy=rules.collect.output,
+        tidy=PLAN.tidy_files(),
         code=PLAN.drawing_code(workflow.basedir),
     output:
         PLAN.table_files(),
@@ -14,13 +14,15 @@ rule tables:
         "../../environment.yml"
     params:
         results=PLAN.told,
+        partial=PLAN.partial,
     shell:
-        "python -m figures tables --tidy {params.results}/tidy --out {params.results}/tables 2>&1 | tee {log}"
+        "python -m figures tables --tidy {params.results}/tidy --out {params.results}/tables"
+        " {params.partial} 2>&1 | tee {log}"
 
 
 rule plots:
     input:
-        tidy=rules.collect.output,
+        tidy=PLAN.tidy_files(),
         code=PLAN.drawing_code(workflow.basedir),
     output:
         PLAN.figure_files(),
@@ -31,8 +33,10 @@ rule plots:
         "../../environment.yml"
     params:
         results=PLAN.told,
+        partial=PLAN.partial,
     shell:
-        "python -m figures plots --tidy {params.results}/tidy --out {params.results}/figures 2>&1 | tee {log}"
+        "python -m figures plots --tidy {params.results}/tidy --out {params.results}/figures"
+        " {params.partial} 2>&1 | tee {log}"
 
 
 rule html:
@@ -48,5 +52,7 @@ rule html:
         "../../environment.yml"
     params:
         results=PLAN.told,
+        partial=PLAN.partial,
     shell:
-        "python -m figures report --tidy {params.results}/tidy --results {params.results} --out {output} 2>&1 | tee {log}"
+        "python -m figures report --tidy {params.results}/tidy --results {params.results} --out {output}"
+        " {params.partial} 2>&1 | tee {log}"
