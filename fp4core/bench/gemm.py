@@ -9,6 +9,7 @@ limit. ``equal`` is the share of BF16 outputs equal to the FP64 product rounded 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,19 +72,27 @@ def variants(x: Tensor, w: Tensor) -> dict[str, tuple[Callable[[], Tensor], tupl
     return made
 
 
-TILES = (
-    # BM, BN, BK, warps, stages, halves, group
-    (128, 256, 64, 8, 3, True, 8),
-    (128, 256, 64, 8, 4, True, 8),
-    (128, 256, 64, 8, 3, False, 8),
-    (128, 256, 64, 8, 4, True, 16),
-    (256, 128, 64, 8, 3, True, 8),
-    (256, 128, 64, 8, 4, True, 4),
-    (128, 128, 64, 8, 4, True, 8),
-    (128, 128, 64, 4, 4, True, 8),
-    (128, 128, 128, 8, 3, True, 8),
-    (128, 128, 128, 4, 3, True, 8),
-)
+T = gemm.Tile
+TILES = {
+    "bf16 stripes": (
+        T(128, 256, 64, halves=False, group=16),
+        T(128, 256, 64, halves=False, group=8),
+        T(128, 256, 64, halves=False, group=32),
+        T(128, 256, 64, stages=4, group=16),
+        T(128, 256, 64, stages=4, group=32),
+        T(256, 128, 64, stages=4, group=4),
+        T(256, 128, 64, stages=4, group=8),
+        T(256, 128, 64, stages=3, halves=False, group=8),
+    ),
+    "e5m2 x e5m2": (
+        T(256, 128, 128, group=4),
+        T(256, 128, 128, group=8),
+        T(256, 128, 128, group=16),
+        T(256, 128, 128, halves=False, group=8),
+        T(256, 128, 128, stages=4, halves=True, group=8),
+    ),
+    "e5m2 x e4m3": (T(256, 128, 128, group=8),),
+}
 
 
 def tune(x: Tensor, w: Tensor) -> list[dict]:
@@ -91,24 +100,27 @@ def tune(x: Tensor, w: Tensor) -> list[dict]:
     one = torch.ones(1, device=x.device)
     (xc, xo), (wc, wo) = nv(x, "nvfp4_cta"), nv(w, "nvfp4_cta")
     x5, w5 = mx(x, "e5m2"), mx(w, "e5m2")
+    operands = {
+        "bf16 stripes": (xc, wc, xo, wo),
+        "e5m2 x e5m2": (x5, w5, one, one),
+        "e5m2 x e4m3": (x5, mx(w, "e4m3"), one, one),
+    }
     rows = []
-    for bm, bn, bk, warps, stages, halves, group in TILES:
-        options = {"warps": warps, "stages": stages, "halves": halves, "group": group}
-        for name, a, b, oa, ob in (("bf16 stripes", xc, wc, xo, wo), ("e5m2 x e5m2", x5, w5, one, one)):
-            depth = bk * 2 if a.dtype in gemm.FP8 and bk == 64 else bk
-            out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=x.device)
+    for name, (a, b, oa, ob) in operands.items():
+        out = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=x.device)
+        for tile in TILES[name]:
             try:
                 ms = common.time_ms(
-                    lambda a=a, b=b, oa=oa, ob=ob, out=out, options=options, tile=(bm, bn, depth): (
-                        gemm.triton_gemm(a, b, one, oa, ob, out, tile=tile, **options)
+                    lambda a=a, b=b, oa=oa, ob=ob, out=out, tile=tile: gemm.triton_gemm(
+                        a, b, one, oa, ob, out, tile=tile
                     )
                 )
             except Exception as error:  # a tile that does not fit says so
-                print(f"{name} {bm}x{bn}x{depth}: {type(error).__name__}: {str(error)[:100]}", flush=True)
+                print(f"{name} {tile}: {type(error).__name__}: {str(error)[:100]}", flush=True)
                 continue
             tflops = 2 * a.shape[0] * b.shape[0] * a.shape[1] / ms / 1e9
             rows.append(
-                {"variant": name, "tile": [bm, bn, depth, *options.values()], "ms": ms, "tflops": tflops}
+                {"variant": name, "tile": list(dataclasses.astuple(tile)), "ms": ms, "tflops": tflops}
             )
     return rows
 
@@ -124,9 +136,11 @@ def main(argv: list[str]) -> int:
     device = common.require_gpu()
     rows = []
     if options.tune:
-        n, k = SHAPES[options.shapes.split(",")[0]]
-        rows = tune(make_input(options.tokens, k, device), make_input(n, k, device))
-        print(common.table(rows, ["variant", "tile", "ms", "tflops"]))
+        for name in options.shapes.split(","):
+            n, k = SHAPES[name]
+            found = tune(make_input(options.tokens, k, device), make_input(n, k, device))
+            rows += [{"shape": name, **row} for row in found]
+        print(common.table(rows, ["shape", "variant", "tile", "ms", "tflops"]))
         print("written", common.write_record("gemm_tune", rows, options.out))
         return 0
     for name in options.shapes.split(","):

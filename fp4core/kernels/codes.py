@@ -140,7 +140,7 @@ def _codes_kernel(
         else:
             amax = tl.load(amax_ptr)
             outer = tl.load(outer_ptr)
-        multiplier, value = nv_block(amax_b, amax, outer, RULE, BR > 1, False)
+        multiplier, value = nv_block(amax_b, amax, outer, RULE, BR > 1)
         nan = multiplier != multiplier
         y = x * multiplier
         if RULE == "ue5m3":

@@ -227,50 +227,78 @@ def round_e4m3(value, ASM: tl.constexpr):
             """{
             .reg .b16 t, u;
             .reg .b32 h;
-            cvt.rn.satfinite.e4m3x2.f32 t, $1, $1;
+            cvt.rn.satfinite.e4m3x2.f32 t, $3, $2;
             cvt.rn.f16x2.e4m3x2 h, t;
             mov.b32 {t, u}, h;
             cvt.f32.f16 $0, t;
+            cvt.f32.f16 $1, u;
             }""",
-            "=r,r",
+            "=r,=r,r,r",
             [value],
             dtype=tl.float32,
             is_pure=True,
-            pack=1,
+            pack=2,
         )
     else:
         return decode_e4m3(encode_e4m3(value, ASM))
 
 
 @triton.jit
-def divide(a, b, ASM: tl.constexpr):
-    """Correctly rounded FP32 a / b for operands and quotient well inside the normal range.
+def round_ue5m3(value):
+    """The UE5M3 value (FP32) nearest to non-negative finite FP32, ties to even, saturating at 61440."""
+    v = tl.minimum(value, 61440.0)
+    exponent = tl.maximum(v.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 14) << 23)
+    m = (exponent + ((20 << 23) | 0x400000)).to(tl.float32, bitcast=True)
+    return (v + m) - m
 
-    The fast path of the compiler's division without its range check: |a|, |b| in [2^-100, 2^100] or a NaN,
-    which stays NaN. Two Newton steps on the reciprocal, two remainder corrections on the quotient.
+
+@triton.jit
+def approximate_reciprocal(x):
+    """1 / x to one unit in the last place, by the hardware's approximation."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def reciprocal(x):
+    """Correctly rounded 1 / x for |x| in [2^-100, 2^100]: the compiler's own fast path without its range check."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 r, e;
+        rcp.approx.ftz.f32 r, $1;
+        fma.rn.f32 e, $1, r, 0fBF800000;
+        neg.f32 e, e;
+        fma.rn.f32 $0, r, e, r;
+        }""",
+        "=r,r",
+        [x],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def divide_by(a, b, r):
+    """Correctly rounded a / b from the correctly rounded reciprocal r of b: two remainder corrections.
+
+    a, b and a / b well inside the normal range, or a / b so small that only its smallness matters.
     """
-    if ASM:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .f32 r, e, q, n;
-            rcp.approx.ftz.f32 r, $2;
-            neg.f32 n, $2;
-            fma.rn.f32 e, n, r, 0f3F800000;
-            fma.rn.f32 r, e, r, r;
-            mul.f32 q, $1, r;
-            fma.rn.f32 e, n, q, $1;
-            fma.rn.f32 q, e, r, q;
-            fma.rn.f32 e, n, q, $1;
-            fma.rn.f32 $0, e, r, q;
-            }""",
-            "=r,r,r",
-            [a, b],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return tl.div_rn(a, b)
+    q = a * r
+    q = tl.fma(tl.fma(-q, b, a), r, q)
+    return tl.fma(tl.fma(-q, b, a), r, q)
+
+
+@triton.jit
+def six_over(d):
+    """6 / d for d in [2^-100, 2^100], near enough to round to E4M3 as the correctly rounded quotient does.
+
+    One correction; a test compares the E4M3 of both for every mantissa of d.
+    """
+    r = reciprocal(d)
+    q = 6.0 * r
+    return tl.fma(tl.fma(-q, d, 6.0 + 0.0 * r), r, q)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ then alpha_i beta_j is one number per tile.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -51,7 +52,6 @@ def gemm_kernel(
     PROGRAMS: tl.constexpr,
     PROMOTE: tl.constexpr,
     HALVES: tl.constexpr,
-    SPECIALIZE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Persistent tiles of C. alpha FP32 [1]; outer scales FP32 [1], or per 256 rows where STRIPE_* is 1.
@@ -66,7 +66,7 @@ def gemm_kernel(
     steps = tl.cdiv(K, BK)
     per_group = GROUP * cols
     alpha = tl.load(alpha_ptr)
-    for tile in tl.range(start, rows * cols, PROGRAMS, flatten=not SPECIALIZE, warp_specialize=SPECIALIZE):
+    for tile in tl.range(start, rows * cols, PROGRAMS, flatten=True):
         group = tile // per_group
         first = group * GROUP
         size = tl.minimum(rows - first, GROUP)
@@ -135,6 +135,26 @@ def _descriptor(x: Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool
     return TensorDescriptor(stored, list(stored.shape), list(stored.stride()), block), x.stride(1) != 1
 
 
+@dataclass(frozen=True)
+class Tile:
+    """How the Triton kernel cuts a product: tile sizes, warps, pipeline stages, store in halves, rows per group."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int = 8
+    stages: int = 3
+    halves: bool = True
+    group: int = 8
+
+
+def default_tile(operand: torch.dtype, result: torch.dtype) -> Tile:
+    """Best of ``python -m fp4core.bench gemm --tune`` on an H200."""
+    if operand in FP8:
+        return Tile(256, 128, 128)
+    return Tile(128, 256, 64, halves=result == torch.float32, group=16)
+
+
 def triton_gemm(
     a: Tensor,
     b: Tensor,
@@ -143,12 +163,7 @@ def triton_gemm(
     outer_b: Tensor,
     out: Tensor,
     *,
-    tile: tuple[int, int, int] | None = None,
-    warps: int = 8,
-    stages: int = 4,
-    halves: bool = True,
-    specialize: bool = False,
-    group: int = 8,
+    tile: Tile | None = None,
 ) -> Tensor:
     """C = alpha alpha_i beta_j A B^T by the Triton kernel; operands and output as in ``bf16_gemm``.
 
@@ -156,17 +171,18 @@ def triton_gemm(
         a, b: BF16 or FP8 [M, K], [N, K], one unit stride, other strides and addresses multiples of 16 bytes.
         alpha: FP32 [1] on the device. outer_a, outer_b: FP32 [1], or one per 256 rows.
         out: [M, N], unit stride along N.
-        tile: (BM, BN, BK); BM and BN divide 256.
+        tile: BM and BN divide 256; None chooses.
     """
+    t = tile or default_tile(a.dtype, out.dtype)
+    bm, bn, bk = t.bm, t.bn, t.bk
     (m, k), n = a.shape, b.shape[0]
     fp8 = a.dtype in FP8
-    bm, bn, bk = tile or ((128, 128, 128) if fp8 else (128, 256, 64))
     a_desc, trans_a = _descriptor(a, bm, bk)
     b_desc, trans_b = _descriptor(b, bn, bk)
     target = out
     if not _aligned(out):
         target = out.new_empty(m, triton.cdiv(n, 16) * 16)[:, :n]
-    c_desc = TensorDescriptor(target, [m, n], list(target.stride()), [bm, bn // 2 if halves else bn])
+    c_desc = TensorDescriptor(target, [m, n], list(target.stride()), [bm, bn // 2 if t.halves else bn])
     tiles = triton.cdiv(m, bm) * triton.cdiv(n, bn)
     programs = min(tiles, 1 if interpreted() else _programs(a.device.index or 0))
     gemm_kernel[(programs,)](
@@ -186,14 +202,13 @@ def triton_gemm(
         BM=bm,
         BN=bn,
         BK=bk,
-        GROUP=group,
+        GROUP=t.group,
         PROGRAMS=programs,
         PROMOTE=128 if fp8 else 0,
-        HALVES=halves,
-        SPECIALIZE=specialize,
+        HALVES=t.halves,
         UPCAST=interpreted(),
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=t.warps,
+        num_stages=t.stages,
     )
     return out if target is out else out.copy_(target)
 

@@ -34,6 +34,7 @@ from fp4core.kernels.device import (
     duplicate,
     high_f32,
     low_f32,
+    magnitudes,
     min2,
     pack_exact,
 )
@@ -236,52 +237,52 @@ def fp8_bytes(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
 def mx_round_stochastic(w, t, random, c, RULE: tl.constexpr, PAIR: tl.constexpr, ASM: tl.constexpr):
     """Words of E2M1(c x) in shifted BF16, rounded with bytes 2 PAIR and 2 PAIR + 1 of the words ``random``.
 
-    One block scale per word (row blocks); places and bytes as in ``reference.philox``.
+    One block scale per word (row blocks); places and bytes as in ``reference.philox``. The sum starts at
+    M = 2^13 x (start of y's binade), whose unit is step / 512; see ``nv.nv_carrier_stochastic``.
     """
     CLAMP: tl.constexpr = can_exceed(RULE)
     if ASM:
         cf = high_f32(c)
-        tf = high_f32(t)
-        pick_low = tl.full([1] * len(w.shape), 0x4440 + 2 * PAIR, tl.int32)
-        pick_high = tl.full([1] * len(w.shape), 0x4441 + 2 * PAIR, tl.int32)
+        # 64 s x 2^7 = 2^13 s: start of the lowest binade of the sum
+        floor = high_f32(t) * 128.0
+        pick_low = tl.full([1] * len(w.shape), 2 << (16 * PAIR), tl.int32)
+        pick_high = tl.full([1] * len(w.shape), 2 << (16 * PAIR + 8), tl.int32)
+        CUT: tl.constexpr = "min.NaN.f32 a, a, s; min.NaN.f32 b, b, s;" if CLAMP else ""
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, p, q, m, n, z, y, r, k, six;
-            mul.f32 k, $3, 0f46000000;
-            mul.f32 six, $2, 0f3DC00000;
-            shl.b32 a, $1, 16;
-            and.b32 a, a, 0x7FFFFFFF;
-            and.b32 b, $1, 0x7FFF0000;
-            mul.f32 y, $2, 0f43000000;
-            mul.f32 p, a, k;
-            max.NaN.f32 p, p, y;
-            and.b32 m, p, 0x7F800000;
-            mul.f32 q, b, k;
-            max.NaN.f32 q, q, y;
-            and.b32 n, q, 0x7F800000;
-            prmt.b32 r, $4, 0, $5;
-            mad.lo.u32 r, r, 2, m;
-            add.u32 r, r, 1;
-            fma.rz.f32 z, a, $3, r;
-            and.b32 z, z, 0xFFFFFE00;
-            sub.f32 z, z, m;
-            min.NaN.f32 z, z, six;
-            prmt.b32 r, $4, 0, $6;
-            mad.lo.u32 r, r, 2, n;
-            add.u32 r, r, 1;
-            fma.rz.f32 y, b, $3, r;
-            and.b32 y, y, 0xFFFFFE00;
-            sub.f32 y, y, n;
-            min.NaN.f32 y, y, six;
-            prmt.b32 z, z, y, 0x7632;
-            lop3.b32 $0, 0x7FFF7FFF, z, $1, 0xCA;
+            .reg .b32 a, b, p, q, y, z, s;
+            mul.f32 s, $3, 0f3A400000;
+            shl.b32 a, $2, 16;
+            and.b32 b, $2, 0xFFFF0000;
+            mul.f32 p, a, $5;
+            mul.f32 q, b, $5;
+            max.NaN.f32 p, p, $3;
+            max.NaN.f32 q, q, $3;
+            lop3.b32 p, p, 0x7F800000, 1, 0xEA;
+            lop3.b32 q, q, 0x7F800000, 1, 0xEA;
+            dp4a.u32.u32 y, $6, $7, p;
+            dp4a.u32.u32 z, $6, $8, q;
+            fma.rz.f32 a, a, $4, y;
+            fma.rz.f32 b, b, $4, z;
+            lop3.b32 a, a, 0xFFFFFE00, 1, 0xEA;
+            lop3.b32 b, b, 0xFFFFFE00, 1, 0xEA;
+            sub.f32 a, a, p;
+            sub.f32 b, b, q;
+            """
+            + CUT
+            + """
+            prmt.b32 a, a, b, 0x7632;
+            lop3.b32 $0, 0x7FFF7FFF, a, $1, 0xCA;
             }""",
-            "=r,r,r,r,r,r,r",
-            [w, tf, cf, random, pick_low, pick_high],
+            "=r,r,r,r,r,r,r,r,r",
+            [w, magnitudes(w), floor, cf, cf * 8192.0, random, pick_low, pick_high],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
-    low = _stochastic_half(low_f32(w), (random >> (16 * PAIR)) & 0xFF, low_f32(c), low_f32(t), CLAMP)
-    high = _stochastic_half(high_f32(w), (random >> (16 * PAIR + 8)) & 0xFF, high_f32(c), high_f32(t), CLAMP)
-    return (pack_exact(low, high) & 0x7FFF7FFF) | (w & -2147450880)
+    else:
+        low = _stochastic_half(low_f32(w), (random >> (16 * PAIR)) & 0xFF, low_f32(c), low_f32(t), CLAMP)
+        high = _stochastic_half(
+            high_f32(w), (random >> (16 * PAIR + 8)) & 0xFF, high_f32(c), high_f32(t), CLAMP
+        )
+        return (pack_exact(low, high) & 0x7FFF7FFF) | (w & -2147450880)

@@ -18,14 +18,19 @@ import triton.language as tl
 
 from fp4core.kernels.device import (
     decode_ue5m3,
-    divide,
+    approximate_reciprocal,
+    divide_by,
     encode_ue5m3,
     high_f32,
     low_f32,
+    magnitudes,
     pack_exact,
+    reciprocal,
     round_e2m1,
     round_e2m1_stochastic,
     round_e4m3,
+    round_ue5m3,
+    six_over,
 )
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
@@ -58,15 +63,13 @@ def in_fast_range(amax):
 
 
 @triton.jit
-def nv_block(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr, FAST: tl.constexpr):
-    """Block scales of one domain.
+def nv_block(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr):
+    """Block scales of one domain, any values: the chain of ``reference.scales`` with checked divisions.
 
     Args:
         amax_b: FP32 block maxima, already through ``finite_or_nan``.
         amax: FP32 amax of the tensor or (nv_cta) chunk, a scalar.
         outer: FP32 outer scale of the tensor or stripe, a scalar; only nv_cta and ue5m3 read it.
-        FAST: packed conversions and divisions without range checks; same bits where ``in_fast_range(amax)``
-            holds (nv_cta: of the chunk and of 448 outer).
 
     Returns:
         (multiplier, decoded block scale), FP32 of amax_b's shape.
@@ -75,67 +78,85 @@ def nv_block(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr, 
     one = zero + 1.0
     if ALGORITHM == "nv_te":
         enc = nv_enc(amax, ALGORITHM)
-        value = round_e4m3(_capped(amax_b * (enc * 0.16666667163372040)), FAST)
+        value = round_e4m3(_capped(amax_b * (enc * 0.16666667163372040)), False)
         step = value * tl.div_rn(1.0 + enc * 0.0, enc)
-        multiplier = _capped(divide(one, tl.where(step == 0.0, 1.0, step), FAST))
-        multiplier = tl.where(step == 0.0, FLT_MAX, multiplier)
+        multiplier = _capped(tl.div_rn(one, step))
     elif ALGORITHM == "ue5m3":
-        ratio = divide(amax_b * 0.875, amax + zero, FAST) * 512.0
+        ratio = tl.div_rn(amax_b * 0.875, amax + zero) * 512.0
         ratio = tl.where(amax_b == 0.0, 0.0, ratio)
         byte = encode_ue5m3(tl.where(amax == amax, ratio, amax + zero))
         value = decode_ue5m3(tl.where(byte == 0, 120, byte))
-        step = value * outer
-        multiplier = _capped(divide(one, tl.where(step == 0.0, 1.0, step), FAST))
-        multiplier = tl.where(step == 0.0, FLT_MAX, multiplier)
+        multiplier = _capped(tl.div_rn(one, value * outer))
     else:
         enc = nv_enc(amax, ALGORITHM)
-        # below 2^-20 the quotient saturates at 448 anyway
-        d = amax_b * enc
-        d = tl.where(d < 9.5367431640625e-07, 9.5367431640625e-07, d)
-        m = round_e4m3(divide(zero + 6.0, d, FAST), FAST)
+        m = round_e4m3(tl.div_rn(zero + 6.0, amax_b * enc), False)
         multiplier = _capped(m * enc)
-        s = _reciprocal(m, FAST)
+        s = tl.div_rn(one, m)
         whole = amax
         if ALGORITHM == "nv_cta":
             g = tl.div_rn(amax, amax * 0.0 + 448.0)
-            s = divide(round_e4m3(s, FAST) * g, outer + zero, FAST)
+            s = tl.div_rn(round_e4m3(s, False) * g, outer + zero)
             if TWO_D:
                 s = tl.where((s > 0.0) & (s < 0.001953125), 0.001953125, s)
             whole = outer
         s = tl.where(amax_b == 0.0, 0.0, s)
-        value = round_e4m3(tl.where(whole == whole, s, whole + zero), FAST)
+        value = round_e4m3(tl.where(whole == whole, s, whole + zero), False)
+    return multiplier, value
+
+
+@triton.jit
+def nv_block_fast(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr):
+    """``nv_block`` for carriers where ``in_fast_range(amax)`` holds (nv_cta: of the chunk and of 448 outer).
+
+    Packed conversions, divisions without range checks, and no care for what a carrier does not show: the scale
+    of an all-zero block, the codes under a zero scale. Finite maxima follow from a finite amax, except under the
+    held amax of ue5m3.
+    """
+    zero = tl.zeros_like(amax_b)
+    if ALGORITHM == "nv_te":
+        enc = nv_enc(amax, ALGORITHM)
+        value = round_e4m3(amax_b * (enc * 0.16666667163372040), True)
+        # a zero scale (below 2^-10) hides its codes; the maximum keeps them finite
+        multiplier = reciprocal(tl.maximum(value, 0.0009765625) * tl.div_rn(1.0 + enc * 0.0, enc))
+    elif ALGORITHM == "ue5m3":
+        ratio = divide_by(amax_b * 0.875, amax, tl.div_rn(1.0 + amax * 0.0, amax)) * 512.0
+        value = round_ue5m3(ratio)
+        value = tl.where(value == 0.0, 1.0, value)
+        value = tl.where(amax_b < float("inf"), value, float("nan"))
+        multiplier = reciprocal(value * outer)
+    else:
+        enc = nv_enc(amax, ALGORITHM)
+        # below 2^-20 the quotient saturates at 448 anyway
+        d = tl.maximum(amax_b * enc, 9.5367431640625e-07)
+        m = round_e4m3(six_over(d), True)
+        multiplier = m * enc
+        # 1 / m is a power of two or at least 1e-3 of itself away from every midpoint of E4M3
+        s = round_e4m3(approximate_reciprocal(m), True)
+        if ALGORITHM == "nv_cta":
+            g = tl.div_rn(amax, amax * 0.0 + 448.0)
+            s = divide_by(s * g, outer, tl.div_rn(1.0 + outer * 0.0, outer))
+            if TWO_D:
+                s = tl.maximum(s, 0.001953125)
+            s = round_e4m3(s, True)
+        value = s
     return multiplier, value
 
 
 @triton.jit
 def nv_block_safe(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr, ASM: tl.constexpr):
-    """``nv_block`` by the fast chain where its range allows, by checked divisions elsewhere."""
+    """Block scales for carriers from raw block maxima: the fast chain where its range allows."""
     if ASM:
         fast = in_fast_range(amax)
         if ALGORITHM == "nv_cta":
             fast = fast & in_fast_range(outer * 448.0)
         if fast:
-            multiplier, value = nv_block(amax_b, amax, outer, ALGORITHM, TWO_D, True)
+            multiplier, value = nv_block_fast(amax_b, amax, outer, ALGORITHM, TWO_D)
         else:
-            multiplier, value = nv_block(amax_b, amax, outer, ALGORITHM, TWO_D, False)
+            multiplier, value = nv_block(finite_or_nan(amax_b), amax, outer, ALGORITHM, TWO_D)
+            multiplier = tl.where(value == 0.0, 0.0, multiplier)  # codes under a zero scale may overflow
         return multiplier, value
     else:
-        return nv_block(amax_b, amax, outer, ALGORITHM, TWO_D, False)
-
-
-@triton.jit
-def _reciprocal(m, ASM: tl.constexpr):
-    """1 / m for an E4M3 value m, near enough to round to E4M3 as the exact quotient does.
-
-    1 / m differs from every midpoint of E4M3 by more than 1e-3 of itself unless it is a power of two, which the
-    approximation keeps on the right side as well.
-    """
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=r,r", [m], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.div_rn(tl.zeros_like(m) + 1.0, m)
+        return nv_block(finite_or_nan(amax_b), amax, outer, ALGORITHM, TWO_D)
 
 
 @triton.jit
@@ -153,34 +174,48 @@ def nv_quantise_stochastic(x, multiplier, byte):
 
 
 @triton.jit
-def nv_carrier(w, m_low, m_high, s_low, s_high, ASM: tl.constexpr):
-    """Words of E2M1(x multiplier) x block scale; multiplier and scale for the two halves."""
+def six_times(low, high, ASM: tl.constexpr):
+    """Packed BF16 6 s of two FP32 block scales (exact): where a carrier saturates."""
+    return pack_exact(low * 6.0, high * 6.0)
+
+
+@triton.jit
+def nv_carrier(w, m_low, m_high, s_low, s_high, WIDE: tl.constexpr, ASM: tl.constexpr):
+    """Words of E2M1(x multiplier) x block scale; multiplier and scale for the two halves.
+
+    y = |x| m is on the FP32 grid; the E2M1 step at y is the unit in the last place of M = 2^22 max(y, 1) + 4, so
+    M - (M - y) is y rounded, ties to even: at a tie y has three significant bits and M / step is even. Compared
+    with isolating the exponent this takes half the integer-pipe instructions. Values above 6 are cut at 6 s, two
+    at a time, with the sign of x.
+    WIDE: y may be far above 8 (ue5m3 under a held amax).
+    """
     if ASM:
+        CUT: tl.constexpr = "min.f32 a, a, 0f49800000; min.f32 b, b, 0f49800000;" if WIDE else ""
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, p, q;
-            shl.b32 a, $1, 16;
-            and.b32 b, $1, 0x7FFF0000;
-            abs.f32 a, a;
-            mul.f32 a, a, $2;
-            mul.f32 b, b, $3;
-            min.f32 a, a, 0f40C00000;
-            min.f32 b, b, 0f40C00000;
+            .reg .b32 a, b, p, q, r, t;
+            shl.b32 a, $2, 16;
+            and.b32 b, $2, 0xFFFF0000;
+            mul.f32 a, a, $3;
+            mul.f32 b, b, $4;"""
+            + CUT
+            + """
             max.f32 p, a, 0f3F800000;
             max.f32 q, b, 0f3F800000;
-            and.b32 p, p, 0x7F800000;
-            and.b32 q, q, 0x7F800000;
-            fma.rn.f32 a, p, 0f4AC00000, a;
-            fma.rn.f32 b, q, 0f4AC00000, b;
-            fma.rn.f32 a, p, 0fCAC00000, a;
-            fma.rn.f32 b, q, 0fCAC00000, b;
-            mul.f32 a, a, $4;
-            mul.f32 b, b, $5;
+            fma.rn.f32 p, p, 0f4A800000, 0f40800000;
+            fma.rn.f32 q, q, 0f4A800000, 0f40800000;
+            sub.f32 r, p, a;
+            sub.f32 t, q, b;
+            sub.f32 a, p, r;
+            sub.f32 b, q, t;
+            mul.f32 a, a, $5;
+            mul.f32 b, b, $6;
             prmt.b32 a, a, b, 0x7632;
-            lop3.b32 $0, 0x7FFF7FFF, a, $1, 0xCA;
+            lop3.b32 b, $1, 0x80008000, $7, 0xEA;
+            min.NaN.xorsign.abs.bf16x2 $0, a, b;
             }""",
-            "=r,r,r,r,r,r",
-            [w, m_low, m_high, s_low, s_high],
+            "=r,r,r,r,r,r,r,r",
+            [w, magnitudes(w), m_low, m_high, s_low, s_high, six_times(s_low, s_high, ASM)],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
@@ -192,51 +227,60 @@ def nv_carrier(w, m_low, m_high, s_low, s_high, ASM: tl.constexpr):
 
 
 @triton.jit
-def nv_carrier_stochastic(w, m_low, m_high, s_low, s_high, random, PAIR: tl.constexpr, ASM: tl.constexpr):
+def nv_carrier_stochastic(
+    w, m_low, m_high, s_low, s_high, random, PAIR: tl.constexpr, WIDE: tl.constexpr, ASM: tl.constexpr
+):
     """As ``nv_carrier``, rounded with bytes 2 PAIR and 2 PAIR + 1 of the words ``random``.
 
     M = 2^13 x (start of y's binade) has the unit step / 512: adding 2 byte + 1 units, then truncating at a
     whole step, rounds up just when delta + (2 byte + 1) / 512 >= 1. y is added with a truncating
-    instruction, because its fraction below step / 512 must not carry.
+    instruction, because its fraction below step / 512 must not carry. The odd unit of 2 byte + 1 rides along in
+    M and in the truncated sum, whose difference it leaves alone.
     """
     if ASM:
-        pick_low = tl.full([1] * len(w.shape), 0x4440 + 2 * PAIR, tl.int32)
-        pick_high = tl.full([1] * len(w.shape), 0x4441 + 2 * PAIR, tl.int32)
+        CUT: tl.constexpr = "min.f32 a, a, 0f49800000; min.f32 b, b, 0f49800000;" if WIDE else ""
+        pick_low = tl.full([1] * len(w.shape), 2 << (16 * PAIR), tl.int32)
+        pick_high = tl.full([1] * len(w.shape), 2 << (16 * PAIR + 8), tl.int32)
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, p, q, r, u;
-            shl.b32 a, $1, 16;
-            and.b32 b, $1, 0x7FFF0000;
-            abs.f32 a, a;
-            mul.f32 a, a, $2;
-            mul.f32 b, b, $3;
-            min.f32 a, a, 0f40C00000;
-            min.f32 b, b, 0f40C00000;
+            .reg .b32 a, b, p, q, r, t;
+            shl.b32 a, $2, 16;
+            and.b32 b, $2, 0xFFFF0000;
+            mul.f32 a, a, $3;
+            mul.f32 b, b, $4;"""
+            + CUT
+            + """
             max.f32 p, a, 0f3F800000;
             max.f32 q, b, 0f3F800000;
-            and.b32 p, p, 0x7F800000;
-            and.b32 q, q, 0x7F800000;
-            add.u32 p, p, 0x06800000;
-            add.u32 q, q, 0x06800000;
-            prmt.b32 r, $6, 0, $7;
-            mad.lo.u32 r, r, 2, p;
-            add.u32 r, r, 1;
-            add.rz.f32 a, a, r;
-            prmt.b32 u, $6, 0, $8;
-            mad.lo.u32 u, u, 2, q;
-            add.u32 u, u, 1;
-            add.rz.f32 b, b, u;
-            and.b32 a, a, 0xFFFFFE00;
-            and.b32 b, b, 0xFFFFFE00;
-            sub.f32 a, a, p;
-            sub.f32 b, b, q;
-            mul.f32 a, a, $4;
-            mul.f32 b, b, $5;
+            lop3.b32 p, p, 0x7F800000, 1, 0xEA;
+            lop3.b32 q, q, 0x7F800000, 1, 0xEA;
+            dp4a.u32.u32 r, $8, $9, p;
+            dp4a.u32.u32 t, $8, $10, q;
+            fma.rz.f32 a, r, 0f46000000, a;
+            fma.rz.f32 b, t, 0f46000000, b;
+            lop3.b32 a, a, 0xFFFFFE00, 1, 0xEA;
+            lop3.b32 b, b, 0xFFFFFE00, 1, 0xEA;
+            fma.rn.f32 a, p, 0fC6000000, a;
+            fma.rn.f32 b, q, 0fC6000000, b;
+            mul.f32 a, a, $5;
+            mul.f32 b, b, $6;
             prmt.b32 a, a, b, 0x7632;
-            lop3.b32 $0, 0x7FFF7FFF, a, $1, 0xCA;
+            lop3.b32 b, $1, 0x80008000, $7, 0xEA;
+            min.NaN.xorsign.abs.bf16x2 $0, a, b;
             }""",
-            "=r,r,r,r,r,r,r,r,r",
-            [w, m_low, m_high, s_low, s_high, random, pick_low, pick_high],
+            "=r,r,r,r,r,r,r,r,r,r,r",
+            [
+                w,
+                magnitudes(w),
+                m_low,
+                m_high,
+                s_low,
+                s_high,
+                six_times(s_low, s_high, ASM),
+                random,
+                pick_low,
+                pick_high,
+            ],
             dtype=tl.int32,
             is_pure=True,
             pack=1,

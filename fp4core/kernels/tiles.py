@@ -160,8 +160,7 @@ def rotate_f32(v, HADAMARD: tl.constexpr):
     if HADAMARD != "plain16":
         token = tl.reshape(tl.arange(0, 32), [1, 32, 1])
         kept = (tl.full([1, 32, 1], 0x2817, tl.int32) >> (token % 16)) & 1
-        # the sign bit itself, so that the sign of a zero flips too
-        v = (v.to(tl.int32, bitcast=True) ^ ((1 - kept) << 31)).to(tl.float32, bitcast=True)
+        v = v * tl.where(kept == 1, 1.0, -1.0)  # a product, so that the sign of a zero flips too
     v = _butterfly(v, 1)
     v = _butterfly(v, 2)
     v = _butterfly(v, 4)

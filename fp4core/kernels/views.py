@@ -30,7 +30,7 @@ from fp4core.kernels.mx import (
     mx_round_stochastic,
     mx_threshold,
 )
-from fp4core.kernels.nv import finite_or_nan, nv_block_safe, nv_carrier, nv_carrier_stochastic
+from fp4core.kernels.nv import nv_block_safe, nv_carrier, nv_carrier_stochastic
 from fp4core.kernels.tiles import (
     column_amax,
     join_words,
@@ -216,14 +216,14 @@ def row_nv(
 ):
     """Row view of an NV-style format in BF16 carriers; ``amax``, ``outer`` FP32 scalars of the tile."""
     block, _ = row_amax(w, 16, ASM)
-    m, s = nv_block_safe(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
+    m, s = nv_block_safe(high_f32(block), amax, outer, ALGORITHM, False, ASM)
     w0, w1 = split_words(w)
     if SR:
-        v0 = nv_carrier_stochastic(w0, m, m, s, s, random, 0, ASM)
-        v1 = nv_carrier_stochastic(w1, m, m, s, s, random, 1, ASM)
+        v0 = nv_carrier_stochastic(w0, m, m, s, s, random, 0, ALGORITHM == "ue5m3", ASM)
+        v1 = nv_carrier_stochastic(w1, m, m, s, s, random, 1, ALGORITHM == "ue5m3", ASM)
     else:
-        v0 = nv_carrier(w0, m, m, s, s, ASM)
-        v1 = nv_carrier(w1, m, m, s, s, ASM)
+        v0 = nv_carrier(w0, m, m, s, s, ALGORITHM == "ue5m3", ASM)
+        v1 = nv_carrier(w1, m, m, s, s, ALGORITHM == "ue5m3", ASM)
     return join_words(v0, v1)
 
 
@@ -243,8 +243,8 @@ def column_nv(
     W: tl.constexpr = w.shape[2]
     x = rotate_tokens(w, HADAMARD, ASM)
     block = column_amax(x, 16, ASM)
-    m0, s0 = nv_block_safe(finite_or_nan(low_f32(block)), amax, outer, ALGORITHM, False, ASM)
-    m1, s1 = nv_block_safe(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, False, ASM)
+    m0, s0 = nv_block_safe(low_f32(block), amax, outer, ALGORITHM, False, ASM)
+    m1, s1 = nv_block_safe(high_f32(block), amax, outer, ALGORITHM, False, ASM)
     m0 = _spread_column(m0, G, W)
     m1 = _spread_column(m1, G, W)
     s0 = _spread_column(s0, G, W)
@@ -255,11 +255,11 @@ def column_nv(
         b0, b1 = split_words(m1)
         c0, c1 = split_words(s0)
         d0, d1 = split_words(s1)
-        v0 = nv_carrier_stochastic(x0, a0, b0, c0, d0, random, 0, ASM)
-        v1 = nv_carrier_stochastic(x1, a1, b1, c1, d1, random, 1, ASM)
+        v0 = nv_carrier_stochastic(x0, a0, b0, c0, d0, random, 0, ALGORITHM == "ue5m3", ASM)
+        v1 = nv_carrier_stochastic(x1, a1, b1, c1, d1, random, 1, ALGORITHM == "ue5m3", ASM)
         return join_words(v0, v1)
     else:
-        return nv_carrier(x, m0, m1, s0, s1, ASM)
+        return nv_carrier(x, m0, m1, s0, s1, ALGORITHM == "ue5m3", ASM)
 
 
 @triton.jit
@@ -268,7 +268,7 @@ def square_nv(w, amax, outer, ALGORITHM: tl.constexpr, ASM: tl.constexpr):
     G: tl.constexpr = w.shape[0]
     W: tl.constexpr = w.shape[2]
     block = square_amax(w, 16, ASM)
-    multiplier, value = nv_block_safe(finite_or_nan(high_f32(block)), amax, outer, ALGORITHM, True, ASM)
+    multiplier, value = nv_block_safe(high_f32(block), amax, outer, ALGORITHM, True, ASM)
     multiplier = _spread_square(multiplier, G, W)
     value = _spread_square(value, G, W)
-    return nv_carrier(w, multiplier, multiplier, value, value, ASM)
+    return nv_carrier(w, multiplier, multiplier, value, value, ALGORITHM == "ue5m3", ASM)

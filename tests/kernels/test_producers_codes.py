@@ -104,4 +104,5 @@ def test_golden_bytes(path: Path) -> None:
         codes, scale = torch.from_numpy(file["codes"]), torch.from_numpy(file["scale"])
     got_codes, got_scale, _ = quantize_codes(x.to(DEVICE), formats.get(name))
     assert torch.equal(reference.unpack(got_codes.cpu(), x.shape[1]), codes)
-    assert torch.equal(got_scale.cpu(), scale.reshape(got_scale.shape))
+    # Transformer Engine's reference repeats a tile's scale for each of its rows
+    assert torch.equal(got_scale.cpu(), scale[:: scale.shape[0] // got_scale.shape[0]])
