@@ -31,7 +31,7 @@ def caption_validation(tidy: Tidy) -> str:
         "routes are shifted sideways within a checkpoint. The intervals of (a) are wide because sequences "
         "differ among themselves; they do not compare routes.",
         difference,
-        "Labels: value at the last checkpoint.",
+        f"Labels: value at step {analysis.last_shared_step(tidy):,}.",
         captions.setting(tidy),
         captions.seeds(tidy),
         f"Stream SHA-256 {streams[0][:12]}." if len(streams) == 1 else "",
@@ -60,19 +60,17 @@ def draw_validation(tidy: Tidy) -> Figure:
             3.4,
             1,
             2,
-            margins=(0.48, 1.42, 0.5, 0.2),
+            margins=(0.48, 1.42, 0.36, 0.2),
             width_ratios=(1, 0.92),
             wspace=2 * 1.95 / (5.16 - 1.95),
         )
         left, right = grid[0]
     else:
-        figure, grid = style.new(style.COLUMN, 2.9, margins=(0.42, 1.45, 0.5, 0.2))
+        figure, grid = style.new(style.COLUMN, 2.9, margins=(0.48, 1.45, 0.36, 0.2))
         left, right = grid[0, 0], None
-    steps = sorted(frame["step"].unique())
-    span = max(steps) - min(steps) or max(steps) or 1
-    gap = min(np.diff(steps).min() if len(steps) > 1 else span, span)
-    first = steps[1] if len(steps) > 2 else steps[0]
-    late = frame[frame["step"] >= first]
+    ticks = _ticks(tidy, frame)
+    gap = min(np.diff(ticks), default=max(ticks))
+    late = frame[frame["step"] >= (ticks[1] if len(ticks) > 2 else ticks[0])]
     left.set_ylim(*_limits(tidy, late, ("low", "high", "nll")))
     _points(
         tidy, left, frame, routes, gap, ("nll", "low", "high"), looks, value=lambda v: fixed(as_read(v), 6)
@@ -89,14 +87,30 @@ def draw_validation(tidy: Tidy) -> Figure:
         style.panel(right, "b")
     for axes in (left, right):
         if axes is not None:
+            short = max(ticks) >= 10_000
+            axes.set_xticks(ticks, [f"{step / 1000:g}k" if short else str(step) for step in ticks])
             axes.set_xlabel("checkpoint (step)")
     return figure
 
 
+def _ticks(tidy: Tidy, frame: pd.DataFrame) -> list[int]:
+    """Checkpoints to name on the axis, a sixth of the range apart: the last shared one and back from there.
+
+    Checkpoints that fewer than half as many routes have as the commonest are drawn without a tick.
+    """
+    counts = frame.groupby("step")["route"].nunique()
+    steps = [int(step) for step in counts.index[counts >= counts.max() / 2]]
+    kept = [analysis.last_shared_step(tidy) or steps[-1]]
+    for step in reversed(steps):
+        if kept[-1] - step >= 0.16 * (steps[-1] - steps[0]):
+            kept.append(step)
+    return kept[::-1]
+
+
 def _points(tidy: Tidy, axes, frame, routes, gap, columns, looks, value) -> None:
-    """Dodged points with intervals and thin lines; labels at the last checkpoint."""
+    """Dodged points with intervals and thin lines; labels at the last shared checkpoint."""
     middle, low, high = columns
-    steps = sorted(frame["step"].unique())
+    steps, shared = sorted(frame["step"].unique()), analysis.last_shared_step(tidy)
     width = gap * min(0.5, 0.06 * (len(routes) - 1))
     room = 0.6 * width + 0.03 * max(steps)
     axes.set_xlim(min(steps) - room, max(steps) + room)
@@ -111,12 +125,12 @@ def _points(tidy: Tidy, axes, frame, routes, gap, columns, looks, value) -> None
         axes.plot(x, mine[middle], color=look.color, ls=look.dash, lw=0.6, alpha=0.6)
         axes.vlines(x, mine[low], mine[high], color=look.color, lw=0.7)
         axes.plot(x, mine[middle], look.marker, color=look.color, ms=2.8, mew=0)
-        end = mine.iloc[-1]
+        at_shared = mine[mine["step"] == shared]
+        end = at_shared.iloc[0] if len(at_shared) else mine.iloc[-1]
         text = f"{look.short} {value(float(end[middle]))}"
-        if end["step"] != max(steps):
-            text = f"{look.short}, step {int(end['step']):,}: {value(float(end[middle]))}"
-            if tidy.status.get(route) == "diverged":
-                text = f"{look.short} diverged"
+        if at_shared.empty:
+            state = tidy.status.get(route)
+            text = f"{look.short} " + ("diverged" if state == "diverged" else f"to step {int(end['step']):,}")
         entries.append(
             {
                 "x": end["step"] + shift,
@@ -126,11 +140,6 @@ def _points(tidy: Tidy, axes, frame, routes, gap, columns, looks, value) -> None
                 "marker": look.marker,
             }
         )
-    ticks = list(steps)
-    axes.set_xticks(ticks, [f"{s:,}" for s in ticks], rotation=45 if len(ticks) > 3 else 0)
-    if len(ticks) > 3:
-        for tick in axes.get_xticklabels():
-            tick.set(ha="right", rotation_mode="anchor")
     labels.at_ends(axes, entries)
 
 
