@@ -78,7 +78,7 @@ class Lab:
         shutil.copytree(recipes_dir() / "routes", self.recipes / "routes")
         (self.recipes / "studies").mkdir()
         self.results = root / "results"
-        self.results.mkdir()
+        self.results.mkdir(parents=True)
         (self.results / "data").symlink_to(data)
         self.write_study()
 
@@ -160,7 +160,11 @@ _CONTEXT.set_forkserver_preload(["child", "fp4core.train.run", "torch.distribute
 @pytest.fixture(scope="session")
 def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny study's data directory, made once."""
-    root = tmp_path_factory.mktemp("tiny")
+    return make_tiny_data(tmp_path_factory.mktemp("tiny"))
+
+
+def make_tiny_data(root: Path) -> Path:
+    """Make the tiny study's data directory in `root`."""
     path = root / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY))
     with few_documents():
