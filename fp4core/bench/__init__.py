@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-NAMES = ("boundary", "producers", "gemm", "linear", "block", "step", "peers")
+NAMES = ("boundary", "producers", "gemm", "linear", "block", "step")
 
 
 def main(argv: list[str]) -> int:

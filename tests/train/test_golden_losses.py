@@ -1,8 +1,8 @@
 """Short trajectories of every route, committed: a refactor reproduces them, a change of numbers says why.
 
 On the processor and torch version that wrote them the losses are equal to the bit. Elsewhere FP32 sums run in
-another order and a BF16 or FP4 rounding flips here and there: losses then agree to 1e-3, which still catches a
-wrong layer, and no longer tells one route from another.
+another order and a BF16 or FP4 rounding flips here and there: losses then agree to 1e-3, which still catches
+a wrong layer, and no longer tells one route from another.
 
 Write them anew with `python tests/train/test_golden_losses.py`, in the commit that changes them.
 """
