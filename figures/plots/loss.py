@@ -22,28 +22,27 @@ def _curves(tidy: Tidy) -> dict[str, pd.DataFrame]:
     The relative difference is 100 (L_bf16 - L) / L_bf16 of the EMA at the steps that both routes logged,
     paired by
     seed. Histories of fewer than 120 points, where others have more, are not smoothed: their ema is the
-    raw loss.
+    raw loss, compared with the raw loss of bf16.
     """
     if "loss_curves" in tidy.cache:
         return tidy.cache["loss_curves"]  # type: ignore[return-value]
     frame = tidy.table("losses")
     counts = frame.groupby(["route", "seed"]).size()
     sparse_limit = SPARSE if counts.max() > 2 * SPARSE else 0
-    smooth: dict[str, dict[int, pd.Series]] = {}
-    raw: dict[str, pd.DataFrame] = {}
+    raw: dict[str, dict[int, pd.Series]] = {}
     for (route, seed), group in frame.sort_values("step").groupby(["route", "seed"], sort=False):
         group = group[np.isfinite(group["loss"])]
-        if group.empty:
-            continue
-        values = group["loss"] if len(group) < sparse_limit else stats.ema(group["loss"])
-        smooth.setdefault(route, {})[int(seed)] = pd.Series(
-            np.asarray(values), index=group["step"].to_numpy()
-        )
-        raw[route] = group[["step", "loss"]]
-    reference = smooth.get(REFERENCE, {})
+        if len(group):
+            raw.setdefault(route, {})[int(seed)] = group.set_index("step")["loss"]
+    smooth = {
+        route: {seed: pd.Series(stats.ema(loss), index=loss.index) for seed, loss in by_seed.items()}
+        for route, by_seed in raw.items()
+    }
     result = {}
-    for route in tidy.ordered(smooth):
-        per_seed = pd.DataFrame(smooth[route])
+    for route in tidy.ordered(raw):
+        sparse = max(map(len, raw[route].values())) < sparse_limit
+        source = raw if sparse else smooth  # raw against raw: an average lags where the loss falls
+        reference, per_seed = source.get(REFERENCE, {}), pd.DataFrame(source[route])
         shared = [seed for seed in per_seed if seed in reference]
         relative = pd.DataFrame(
             {s: (100 * (reference[s] - per_seed[s]) / reference[s]).dropna() for s in shared}
@@ -52,7 +51,7 @@ def _curves(tidy: Tidy) -> dict[str, pd.DataFrame]:
         out["low"], out["high"] = _band(per_seed)
         out["relative"] = relative.mean(axis=1).to_numpy() if shared else np.nan
         out["relative_low"], out["relative_high"] = _band(relative) if shared else (np.nan, np.nan)
-        out["sparse"] = len(out) < sparse_limit
+        out["sparse"] = sparse
         result[route] = out.reset_index(drop=True)
     tidy.cache["loss_curves"] = result
     return result
@@ -139,12 +138,27 @@ def _sound(tidy: Tidy, curves: dict[str, pd.DataFrame]) -> list[str]:
     return good or list(curves)
 
 
+def _guide(x: pd.Series, y: pd.Series) -> tuple[np.ndarray, np.ndarray]:
+    """LOWESS curve over a quarter of the points (more where that is fewer than 20), broken where
+    there are no data."""
+    points = int(np.isfinite(y).sum())
+    gx, gy = stats.lowess(x, y, min(0.9, max(0.25, 20 / max(points, 1))))
+    steps = np.diff(gx)
+    gaps = np.flatnonzero(steps > 8 * np.median(steps)) + 1 if steps.size else []
+    return np.insert(gx, gaps, np.nan), np.insert(gy, gaps, np.nan)
+
+
 def _draw_curve(axes, curve: pd.DataFrame, look: style.Look, place: int) -> None:
     """One EMA curve with a few markers, staggered by route; points and LOWESS for a sparse one."""
     curve = _thinned(curve)
     if curve["sparse"].any():
         axes.plot(curve["step"], curve["ema"], look.marker, ms=1.6, color=look.color, alpha=0.6, mew=0)
-        axes.plot(*stats.lowess(curve["step"], curve["ema"]), color=look.color, lw=0.8, ls=look.dash)
+        axes.plot(
+            *_guide(curve["step"], curve["ema"]),
+            color=look.color,
+            lw=0.8,
+            ls=look.dash,
+        )
         return
     if curve["low"].notna().any():
         axes.fill_between(curve["step"], curve["low"], curve["high"], color=look.color, alpha=0.15, lw=0)
@@ -179,8 +193,10 @@ def draw_loss(tidy: Tidy) -> Figure:
             middle.fill_between(
                 thin["step"], thin["relative_low"], thin["relative_high"], color=look.color, alpha=0.12, lw=0
             )
-        middle.plot(thin["step"], thin["relative"], color=look.color, lw=0.5, alpha=0.4)
-        guide = stats.lowess(thin["step"], thin["relative"])
+        sparse = bool(curve["sparse"].any())
+        mark = {"marker": look.marker, "ms": 1.6, "mew": 0, "ls": "none"} if sparse else {"lw": 0.5}
+        middle.plot(thin["step"], thin["relative"], color=look.color, alpha=0.4, **mark)
+        guide = _guide(thin["step"], thin["relative"])
         middle.plot(*guide, color=look.color, ls=look.dash, lw=1.1)
     late = [c.loc[c["step"] >= 0.1 * last, "ema"] for r, c in curves.items() if r in sound]
     low, high = min(s.min() for s in late), max(s.max() for s in late)
