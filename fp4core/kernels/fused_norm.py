@@ -185,44 +185,41 @@ def norm_backward_kernel(
     total = tl.zeros([G, 32, W], tl.float32)
     for i in range(STEPS):
         word = words + i * (G * W)
-        place = here + word
-        dy = tl.load(dy_ptr + place)
-        x = tl.load(x_ptr + place)
+        x = tl.load(x_ptr + here + word)
         w0 = tl.load(weight_ptr + word)
         w1 = tl.load(weight_ptr + STRIDE + word)
-        total += low_f32(dy) * w0 * low_f32(x) + high_f32(dy) * w1 * high_f32(x)
-    c = tl.sum(tl.sum(total, 2, keep_dims=True), 0, keep_dims=True)
-    c = c / HIDDEN * (rstd * rstd * rstd)
-    for j in range(STEPS):
-        i = STEPS - 1 - j
-        word = words + i * (G * W)
-        place = here + word
-        dy = tl.load(dy_ptr + place)
-        x = tl.load(x_ptr + place)
-        w0 = tl.load(weight_ptr + word)
-        w1 = tl.load(weight_ptr + STRIDE + word)
-        n0 = low_f32(x) * rstd
-        n1 = high_f32(x) * rstd
-        d0 = low_f32(dy)
-        d1 = high_f32(dy)
-        dw = dw_ptr + (token // 32).to(tl.int64) * HIDDEN + word
-        tl.store(dw, tl.sum(d0 * n0, 1, keep_dims=True))
-        tl.store(dw + STRIDE, tl.sum(d1 * n1, 1, keep_dims=True))
-        y = pack_rne(n0 * w0, n1 * w1, ASM)
-        first = i * (2 * G * W)
+        y = pack_rne(low_f32(x) * rstd * w0, high_f32(x) * rstd * w1, ASM)
         if Y_RULE == "none":
-            tl.store(y_col_ptr + place, y)
+            tl.store(y_col_ptr + here + word, y)
         else:
             yc = finish_column(column_mx(y, y_state, Y_RULE, Y_COL, Y_HADAMARD, ASM), Y_COL, ASM)
             PER_WORD: tl.constexpr = 2 if Y_COL == "bf16" else 4
-            out = y_col_ptr + first.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
+            out = y_col_ptr + (T // PER_WORD).to(tl.int64) * (i * (2 * G * W)) + token // PER_WORD
             _store_columns_chunks(out, yc, T // PER_WORD, G)
-        dx = pack_rne(d0 * w0 * rstd - low_f32(x) * c, d1 * w1 * rstd - high_f32(x) * c, ASM)
+        dy = tl.load(dy_ptr + here + word)
+        p0 = low_f32(dy) * low_f32(x)
+        p1 = high_f32(dy) * high_f32(x)
+        total += p0 * w0 + p1 * w1
+        dw = dw_ptr + (token // 32).to(tl.int64) * HIDDEN + word
+        tl.store(dw, tl.sum(p0 * rstd, 1, keep_dims=True))
+        tl.store(dw + STRIDE, tl.sum(p1 * rstd, 1, keep_dims=True))
+    c = tl.sum(tl.sum(total, 2, keep_dims=True), 0, keep_dims=True)
+    c = c / HIDDEN * (rstd * rstd * rstd)
+    for j in range(STEPS):
+        word = words + (STEPS - 1 - j) * (G * W)
+        dy = tl.load(dy_ptr + here + word)
+        x = tl.load(x_ptr + here + word)
+        w0 = tl.load(weight_ptr + word)
+        w1 = tl.load(weight_ptr + STRIDE + word)
+        dx0 = low_f32(dy) * w0 * rstd - low_f32(x) * c
+        dx1 = high_f32(dy) * w1 * rstd - high_f32(x) * c
+        dx = pack_rne(dx0, dx1, ASM)
         if RESIDUAL:
-            r = tl.load(g_ptr + place)
+            r = tl.load(g_ptr + here + word)
             dx = pack_rne(low_f32(r) + low_f32(dx), high_f32(r) + high_f32(dx), ASM)
-        tl.store(dx_ptr + place, dx)
+        tl.store(dx_ptr + here + word, dx)
         if RULE != "none":
+            first = (STEPS - 1 - j) * (2 * G * W)
             random = 0
             if SR:
                 random = random_words(sr_ptr, producer, token, first, HIDDEN, G, W, True)
@@ -232,7 +229,7 @@ def norm_backward_kernel(
             _store_rows_chunks(out, v, HIDDEN // PER_ROW, 2 if ROW == "bf16" else 1, one)
             u = finish_column(column_mx(dx, col_state, RULE, COL, HADAMARD, ASM), COL, ASM)
             PER_COL: tl.constexpr = 2 if COL == "bf16" else 4
-            out = col_ptr + first.to(tl.int64) * (T // PER_COL) + token // PER_COL
+            out = col_ptr + (T // PER_COL).to(tl.int64) * first + token // PER_COL
             _store_columns_chunks(out, u, T // PER_COL, G)
 
 
@@ -310,7 +307,7 @@ def norm_backward(
     row_out = None if row is None else x.new_empty((t, hidden), dtype=CARRIERS[row.carrier])
     col_out = None if col is None else x.new_empty((hidden, t), dtype=CARRIERS[col.carrier])
     partial = x.new_empty((t // 32, 2, hidden // 2), dtype=torch.float32)
-    chunks = next(n for n in (8, 4, 2, 1) if hidden % (128 * n) == 0)
+    chunks = next(n for n in (4, 2, 1) if hidden % (128 * n) == 0)
     base = words(x, x)
     norm_backward_kernel[(t // 32,)](
         words(dy, x),

@@ -4,8 +4,8 @@
     backward   (a, b) -> (a cos + b sin, b cos - a sin)     then row view (Dgrad) and column view (Wgrad)
 
 in FP32 with one rounding to BF16. qkv is [T, N], N = (H + 2 G') 128 features of H query, G' key and G' value
-heads; V is not rotated. cos, sin: FP32 [S, 64]; position = token mod S. Word tiles as in ``device``, one tile
-per half head, so a head's two tiles hold the pairs at the same place.
+heads; V is not rotated. position = token mod S. Word tiles as in ``device``; a tile is as wide as a head, and its
+halves meet by an exchange between lanes. The table is FP32 [S, 32, 4]: cos of features 2 j and 2 j + 1, then sin.
 """
 
 from __future__ import annotations
@@ -24,22 +24,67 @@ from fp4core.kernels.views import random_words
 
 
 @triton.jit
-def _plane(table_ptr, position, PLANE: tl.constexpr, G: tl.constexpr, VEC: tl.constexpr, one):
-    """FP32 [G, 32, 32]: a plane of the table for the tokens from ``position`` on."""
-    words = table_ptr.to(tl.pointer_type(tl.int32)) + position * 128 + PLANE * 32
-    return load_words(words, 128, G, 32, VEC, one).to(tl.float32, bitcast=True)
+def _turn(w, other, place, sign, table_ptr, ASM: tl.constexpr):
+    """Words of w cos + other (sign sin): ``place`` the word's row of the table, ``sign`` a mask for sin's sign.
+
+    The table's four numbers are read where they are used: as tensors of their own they would take 256 registers.
+    """
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 c<2>, s<2>, a, b, p, q;
+            .reg .b32 t;
+            .reg .b64 r;
+            mad.wide.s32 r, $3, 16, $5;
+            ld.global.nc.v4.f32 {c0, c1, s0, s1}, [r];
+            mov.b32 t, s0;
+            xor.b32 t, t, $4;
+            mov.b32 s0, t;
+            mov.b32 t, s1;
+            xor.b32 t, t, $4;
+            mov.b32 s1, t;
+            shl.b32 t, $1, 16;
+            mov.b32 a, t;
+            shl.b32 t, $2, 16;
+            mov.b32 b, t;
+            mul.f32 p, a, c0;
+            fma.rn.f32 p, b, s0, p;
+            and.b32 t, $1, 0xFFFF0000;
+            mov.b32 a, t;
+            and.b32 t, $2, 0xFFFF0000;
+            mov.b32 b, t;
+            mul.f32 q, a, c1;
+            fma.rn.f32 q, b, s1, q;
+            cvt.rn.bf16x2.f32 $0, q, p;
+            }""",
+            "=r,r,r,r,r,l",
+            [w, other, place, sign, table_ptr.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    row = table_ptr + 4 * place
+    s0 = (tl.load(row + 2).to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    s1 = (tl.load(row + 3).to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    low = low_f32(w) * tl.load(row) + low_f32(other) * s0
+    high = high_f32(w) * tl.load(row + 1) + high_f32(other) * s1
+    return pack_rne(low, high, ASM)
 
 
 @triton.jit
-def rotate_words(a, b, c0, c1, s0, s1, ASM: tl.constexpr):
-    """Words of (a cos - b sin, b cos + a sin); a negated sin gives the inverse."""
-    a0 = low_f32(a)
-    a1 = high_f32(a)
-    b0 = low_f32(b)
-    b1 = high_f32(b)
-    first = pack_rne(a0 * c0 - b0 * s0, a1 * c1 - b1 * s1, ASM)
-    second = pack_rne(b0 * c0 + a0 * s0, b1 * c1 + a1 * s1, ASM)
-    return first, second
+def rotate_words(w, table_ptr, position, BACK: tl.constexpr, VEC: tl.constexpr, one, ASM: tl.constexpr):
+    """Words [G, 32, 64] of whole heads, rotated by the angle of their positions (BACK: by minus it)."""
+    G: tl.constexpr = w.shape[0]
+    pairs = tl.reshape(w, [G, 32, 2, 32])
+    other = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), [G, 32, 64])
+    f = tl.arange(0, 64)[None, None, :] * one
+    f = tl.multiple_of(tl.max_contiguous(f, (1, 1, VEC)), (1, 1, VEC))
+    t = tl.arange(0, G)[:, None, None] * 32 + tl.arange(0, 32)[None, :, None]
+    place = (position + t) * 32 + f % 32
+    # first half: a cos - b sin, second half: b cos + a sin
+    upper = f >= 32
+    sign = tl.where(upper == BACK, -2147483648, 0) + tl.zeros_like(place)
+    return _turn(w, other, place, sign, table_ptr, ASM)
 
 
 @triton.jit(do_not_specialize=["one"])
@@ -61,18 +106,11 @@ def rope_forward_kernel(
     token = (pid // GROUPS) * (32 * G)
     head = (pid % GROUPS) * PER_PROGRAM
     position = token % S
-    c0 = _plane(table_ptr, position, 0, G, VEC, one)
-    c1 = _plane(table_ptr, position, 1, G, VEC, one)
-    s0 = _plane(table_ptr, position, 2, G, VEC, one)
-    s1 = _plane(table_ptr, position, 3, G, VEC, one)
     base = qkv_ptr + token.to(tl.int64) * (N // 2) + head * 64
     for i in range(PER_PROGRAM):
         place = base + i * 64
-        a = load_words(place, N // 2, G, 32, VEC, one)
-        b = load_words(place + 32, N // 2, G, 32, VEC, one)
-        a, b = rotate_words(a, b, c0, c1, s0, s1, ASM)
-        store_rows(place, a, N // 2, VEC, one)
-        store_rows(place + 32, b, N // 2, VEC, one)
+        w = load_words(place, N // 2, G, 64, VEC, one)
+        store_rows(place, rotate_words(w, table_ptr, position, False, VEC, one, ASM), N // 2, VEC, one)
 
 
 @triton.jit(do_not_specialize=["one", "producer"])
@@ -107,7 +145,8 @@ def rope_backward_kernel(
     """Views of one gradient d (dQ, dK or dV) at row_ptr, N features per row, and at col_ptr [.., T].
 
     d has strides (BATCH_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, 1), in words. RULE "none" stores the rotated
-    gradient itself to row_ptr [T, N]. Random places are those of d's own [T, 128 HEADS] matrix.
+    gradient itself to row_ptr [T, N]. Random places are those of d's own [T, 128 HEADS] matrix. A tile is a whole
+    head, so that the views' code exists once; its halves meet by an exchange between lanes.
     """
     GROUPS: tl.constexpr = HEADS // PER_PROGRAM
     pid = tl.program_id(0)
@@ -115,37 +154,28 @@ def rope_backward_kernel(
     head0 = (pid % GROUPS) * PER_PROGRAM
     position = token % S
     base = d_ptr + (token // S).to(tl.int64) * BATCH_STRIDE + position.to(tl.int64) * TOKEN_STRIDE
-    if ROTATE:
-        c0 = _plane(table_ptr, position, 0, G, VEC, one)
-        c1 = _plane(table_ptr, position, 1, G, VEC, one)
-        s0 = _plane(table_ptr, position, 2, G, VEC, one)
-        s1 = _plane(table_ptr, position, 3, G, VEC, one)
     for i in range(PER_PROGRAM):
         head = head0 + i
-        place = base + head.to(tl.int64) * HEAD_STRIDE
-        a = load_words(place, TOKEN_STRIDE, G, 32, VEC, one)
-        b = load_words(place + 32, TOKEN_STRIDE, G, 32, VEC, one)
+        w = load_words(base + head.to(tl.int64) * HEAD_STRIDE, TOKEN_STRIDE, G, 64, VEC, one)
         if ROTATE:
-            a, b = rotate_words(a, b, c0, c1, -s0, -s1, ASM)
-        for half in tl.static_range(2):
-            w = a if half == 0 else b
-            feature = head * 128 + half * 64
-            if RULE == "none":
-                out = row_ptr + token.to(tl.int64) * (N // 2) + feature // 2
-                store_rows(out, w, N // 2, VEC, one)
-            else:
-                random = 0
-                if SR:
-                    random = random_words(sr_ptr, producer, token, feature, HEADS * 128, G, 32)
-                store_gradient_views(
-                    w, random, row_ptr, col_ptr, row_state, col_state, token, feature, T, one,
-                    N, RULE, ROW, COL, SR, HADAMARD, VEC, ASM,
-                )  # fmt: skip
+            w = rotate_words(w, table_ptr, position, True, VEC, one, ASM)
+        feature = head * 128
+        if RULE == "none":
+            out = row_ptr + token.to(tl.int64) * (N // 2) + feature // 2
+            store_rows(out, w, N // 2, VEC, one)
+        else:
+            random = 0
+            if SR:
+                random = random_words(sr_ptr, producer, token, feature, HEADS * 128, G, 64)
+            store_gradient_views(
+                w, random, row_ptr, col_ptr, row_state, col_state, token, feature, T, one,
+                N, RULE, ROW, COL, SR, HADAMARD, VEC, ASM,
+            )  # fmt: skip
 
 
 def rope_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """FP32 [S, 4, 32] of FP32 cos, sin [S, 64]: the kernels' order (even, odd entries of cos, then of sin)."""
-    return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), dim=1).contiguous()
+    """FP32 [S, 32, 4] of FP32 cos, sin [S, 64]: what a word of two features needs, side by side."""
+    return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), dim=2)
 
 
 def check_rope(length: int, head_dim: int) -> None:

@@ -51,13 +51,13 @@ class Carrier:
 
 @functools.lru_cache(maxsize=256)
 def _scale_table(constant: float, device: torch.device) -> Tensor:
-    """FP32 [320]: constant x 2^(i - 160)."""
+    """FP32 [320, 16]: constant x 2^(i - 160), each at an address that cuBLAS takes (it refuses odd words)."""
     exponents = torch.arange(_LOW, -_LOW, dtype=torch.float64)
-    return (constant * torch.exp2(exponents)).to(torch.float32).to(device)
+    return (constant * torch.exp2(exponents)).to(torch.float32)[:, None].repeat(1, 16).to(device)
 
 
 def _scale(exponent: int, constant: float, device: torch.device) -> Tensor:
-    return _scale_table(constant, device)[exponent - _LOW]
+    return _scale_table(constant, device)[exponent - _LOW, :1]
 
 
 def contract(a: Carrier, b: Carrier, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
