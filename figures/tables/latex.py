@@ -130,13 +130,13 @@ def to_latex(table: Table) -> str:
 
 
 def _latex_layout(table: Table) -> tuple[bool, str]:
-    """(landscape, font size) that the widest row needs, from its letters: about 4.35 pt each at 8 pt."""
+    """(landscape, font size) that the widest row needs, from its letters: about 4.6 pt each at 8 pt."""
     columns = table.shown
     widths = []
     for column in columns:
         texts = [cell(column, row.get(column.key)) for row in table.rows] + [column.title]
         widths.append(100 * column.width if column.width else max(map(len, texts)))
-    points = 4.35 * sum(widths) + 6 * len(columns)
+    points = 4.6 * sum(widths) + 6 * len(columns)
     portrait, sideways = 483, 774
     if points <= portrait:
         return False, r"\footnotesize"
