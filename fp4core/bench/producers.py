@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import multiprocessing
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,12 +110,16 @@ def measure(
     tokens: int,
     features: int,
     device: torch.device,
-    tile: tuple[int, ...] | None = None,
+    tile: p.Tile | None = None,
 ) -> dict:
     """One row of the table."""
     x = make_input(tokens, features, device, case.fp32)
     kwargs = arguments(case, x)
+    first = p.produce(x, case.row, case.col, tile=p.Tile(), **kwargs)
     row, col = p.produce(x, case.row, case.col, tile=tile, **kwargs)
+    for a, b in zip(first, (row, col)):
+        if a is not None and not torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)):
+            raise RuntimeError("another tile gave other bytes")
     kwargs |= {"row_out": row.data} if row is not None else {}
     kwargs |= {"col_out": col.data} if col is not None else {}
     ms = common.time_ms(lambda: p.produce(x, case.row, case.col, tile=tile, **kwargs))
@@ -124,12 +129,18 @@ def measure(
         "case": case.name,
         "tokens": tokens,
         "features": features,
-        "tile": list(tile or p.default_tile(case.row, case.col)),
+        "tile": list(dataclasses.astuple(tile or p.default_tile(case.row, case.col))),
         "ms": ms,
         "bytes": moved,
         "tbps": moved / ms / 1e9,
         "misfits": misfits,
     }
+
+
+def fits(case: Case, tile: p.Tile | None) -> bool:
+    """Whether the tile can hold the case's blocks: columns of MX formats are 32 tokens long."""
+    long = any(v is not None and p.is_mx(v.format) for v in (case.row, case.col))
+    return tile is None or tile.tokens == 32 or not long
 
 
 def amax_rows(tokens: int, features: int, device: torch.device, copies: dict[int, float]) -> list[dict]:
@@ -146,7 +157,7 @@ def amax_rows(tokens: int, features: int, device: torch.device, copies: dict[int
     return rows
 
 
-def _compile(job: tuple[str, int, tuple[int, ...] | None]) -> None:
+def _compile(job: tuple[str, int, p.Tile | None]) -> None:
     name, features, tile = job
     case = next(c for c in cases() if c.name == name)
     device = common.require_gpu()
@@ -157,7 +168,7 @@ def _compile(job: tuple[str, int, tuple[int, ...] | None]) -> None:
 
 def precompile(only: str, features: int, tiles: list, workers: int) -> None:
     """Fill Triton's cache for all cases and tiles with several processes."""
-    jobs = [(c.name, features, t) for t in tiles for c in cases() if only in c.name]
+    jobs = [(c.name, features, t) for t in tiles for c in cases() if only in c.name and fits(c, t)]
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         pool.map(_compile, jobs, chunksize=1)
 
@@ -168,15 +179,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--features", type=int, default=4096)
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--tiles", default="", help="G,W,VEC,warps[,registers];... tried beside the default")
+    parser.add_argument(
+        "--tiles",
+        default="",
+        help="fields of Tile in order, G,T,W,VEC,warps,row_tokens[,registers];... tried beside the default",
+    )
     parser.add_argument(
         "--workers", type=int, default=0, help="processes that compile all kernels beforehand"
     )
     parser.add_argument("--out", type=Path, default=common.RESULTS / "producers.json")
     options = parser.parse_args(argv)
     device = common.require_gpu()
-    tiles: list[tuple[int, ...] | None] = [None]
-    tiles += [tuple(int(n) for n in t.split(",")) for t in options.tiles.split(";") if t]
+    tiles: list[p.Tile | None] = [None]
+    tiles += [p.Tile(*(int(n) for n in t.split(","))) for t in options.tiles.split(";") if t]
     if options.workers:
         precompile(options.only, options.features, tiles, options.workers)
     rows = []
@@ -185,6 +200,8 @@ def main(argv: list[str]) -> int:
         if options.only not in case.name:
             continue
         for tile in tiles:
+            if not fits(case, tile):
+                continue
             try:
                 row = measure(case, options.tokens, options.features, device, tile)
             except Exception as error:  # a tile that does not fit says so and the table goes on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from fp4core.kernels.device import max2, reduce_max2
 from fp4core.kernels.tiles import (
     load_any,
     rotate_tokens_tail,
@@ -17,8 +18,10 @@ from fp4core.kernels.views import (
     column_nv,
     finish_column,
     finish_row,
+    note_blocks,
+    note_extremes,
     random_words,
-    row_mx,
+    row_mx_part,
     row_nv,
     square_mx,
     square_nv,
@@ -37,6 +40,47 @@ def nv_domain(amax_ptr, outer_ptr, ALGORITHM: tl.constexpr, chunk, stripe):
     if ALGORITHM == "nv_cta":
         return tl.load(amax_ptr + chunk), tl.load(outer_ptr + stripe)
     return tl.load(amax_ptr), tl.load(outer_ptr)
+
+
+@triton.jit
+def row_words(
+    w,
+    random,
+    state,
+    amax,
+    outer,
+    ROW: tl.constexpr,
+    CARRIER: tl.constexpr,
+    SR: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """(unfinished row view of a 1D format, packed block maxima of MX formats)."""
+    if is_mx_rule(ROW):
+        return row_mx_part(w, random, tl.load(state), ROW, CARRIER, SR, ASM)
+    else:
+        return row_nv(w, random, amax, outer, ROW, SR, ASM), 0
+
+
+@triton.jit
+def put_rows(
+    row_ptr,
+    v,
+    token,
+    first,
+    rows,
+    words,
+    STRIDE: tl.constexpr,
+    VEC: tl.constexpr,
+    one,
+    SPAN: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Store finished row words whose first one is (token, first)."""
+    place = row_ptr + token.to(tl.int64) * STRIDE + first
+    if MASKED:
+        store_rows_masked(place, v, STRIDE, VEC, one, rows, words, SPAN)
+    else:
+        store_rows(place, v, STRIDE, VEC, one, SPAN)
 
 
 @triton.jit(do_not_specialize=["one"])
@@ -76,6 +120,8 @@ def dual_kernel(
     MASKED: tl.constexpr,
     ASM: tl.constexpr,
     G: tl.constexpr,
+    T: tl.constexpr,
+    ROW_T: tl.constexpr,
     W: tl.constexpr,
     VEC: tl.constexpr,
 ):
@@ -84,51 +130,48 @@ def dual_kernel(
     All pointers to matrices are int32 words. ROW, COL: scale rule or algorithm, "none" for an absent view;
     ROW_SQUARE, COL_SQUARE: a 2D format, whose nv_cta has one outer scale; SHARED: the column view is the
     transposed row view. COL_KEPT: the column view is stored as it lies, [M, K] (BF16). TAIL: TOKENS, the rows
-    before padding, end inside a Hadamard group. FP32: x is FP32 (int64 words). K, M multiples of 32. PLACES: features of the unpadded tensor. ROW_STRIDE,
-    COL_STRIDE: words per row of the row and of the column view.
+    before padding, end inside a Hadamard group. FP32: x is FP32 (int64 words). K, M multiples of 32. PLACES:
+    features of the unpadded tensor. ROW_STRIDE, COL_STRIDE: words per row of the row and of the column view.
+
+    ROW_T: 0 makes the row view from the registers that hold the tile; otherwise a loop reads it again, from the
+    L1 cache, ROW_T tokens of every group at a time: fewer registers, hence more warps, and shorter code.
     """
     TILES: tl.constexpr = (K + 2 * W - 1) // (2 * W)
     pid = tl.program_id(0)
     pm = pid // TILES
     pf = pid % TILES
-    token = pm * (32 * G)
+    token = pm * (T * G)
     feature = pf * (2 * W)
     base = x_ptr + token.to(tl.int64) * (K // 2) + feature // 2
     rows = M - token
     words = K // 2 - feature // 2
-    w = load_any(base, K // 2, G, W, VEC, one, rows, words, FP32, MASKED, ASM)
+    w = load_any(base, K // 2, G, W, VEC, one, rows, words, FP32, MASKED, ASM, T)
 
-    chunks_k: tl.constexpr = (K + 127) // 128
-    chunk = (token // 128) * chunks_k + feature // 128
-
-    if ROW != "none":
-        if is_mx_rule(ROW):
-            if ROW_SQUARE:
+    CHUNKS: tl.constexpr = (K + 127) // 128
+    chunk = (token // 128) * CHUNKS + feature // 128
+    PER_WORD: tl.constexpr = 1 if ROW_CARRIER == "bf16" else 2
+    ROW_VEC: tl.constexpr = VEC // PER_WORD
+    first = pf * (W // PER_WORD)
+    row_words_left = K // (2 * PER_WORD) - first
+    amax = 0.0
+    outer = 0.0
+    if ROW != "none" and not is_mx_rule(ROW):
+        amax, outer = nv_domain(row_amax_ptr, row_outer_ptr, ROW, chunk, 0 if ROW_SQUARE else token // 256)
+    if ROW != "none" and (ROW_SQUARE or not ROW_T):
+        if ROW_SQUARE:
+            if is_mx_rule(ROW):
                 v = square_mx(w, row_state, ROW, ROW_CARRIER, ASM)
             else:
-                random = 0
-                if ROW_SR:
-                    random = random_words(sr_ptr, producer, token, feature, PLACES, G, W)
-                v = row_mx(w, random, row_state, ROW, ROW_CARRIER, ROW_SR, ASM)
-        else:
-            stripe = 0 if ROW_SQUARE else token // 256
-            amax, outer = nv_domain(row_amax_ptr, row_outer_ptr, ROW, chunk, stripe)
-            if ROW_SQUARE:
                 v = square_nv(w, amax, outer, ROW, ASM)
-            else:
-                random = 0
-                if ROW_SR:
-                    random = random_words(sr_ptr, producer, token, feature, PLACES, G, W)
-                v = row_nv(w, random, amax, outer, ROW, ROW_SR, ASM)
-        row = finish_row(v, ROW_CARRIER, ASM)
-        ROW_WORDS: tl.constexpr = K // 2 if ROW_CARRIER == "bf16" else K // 4
-        ROW_VEC: tl.constexpr = VEC if ROW_CARRIER == "bf16" else VEC // 2
-        first = pf * row.shape[2]
-        place = row_ptr + token.to(tl.int64) * ROW_STRIDE + first
-        if MASKED:
-            store_rows_masked(place, row, ROW_STRIDE, ROW_VEC, one, rows, ROW_WORDS - first)
         else:
-            store_rows(place, row, ROW_STRIDE, ROW_VEC, one)
+            random = 0
+            if ROW_SR:
+                random = random_words(sr_ptr, producer, token, feature, PLACES, G, W, False, T)
+            v, packed = row_words(w, random, row_state, amax, outer, ROW, ROW_CARRIER, ROW_SR, ASM)
+            if is_mx_rule(ROW):
+                note_blocks(packed, row_state, ROW_CARRIER, ROW, ASM)
+        row = finish_row(v, ROW_CARRIER, ASM)
+        put_rows(row_ptr, row, token, first, rows, row_words_left, ROW_STRIDE, ROW_VEC, one, 0, MASKED)
     if COL != "none":
         if SHARED:
             u = v
@@ -144,22 +187,51 @@ def dual_kernel(
                     u = column_mx(x, col_state, COL, COL_CARRIER, ROTATION, ASM)
             else:
                 stripe = 0 if COL_SQUARE else feature // 256
-                amax, outer = nv_domain(col_amax_ptr, col_outer_ptr, COL, chunk, stripe)
+                col_amax, col_outer = nv_domain(col_amax_ptr, col_outer_ptr, COL, chunk, stripe)
                 if COL_SQUARE:
-                    u = square_nv(x, amax, outer, COL, ASM)
+                    u = square_nv(x, col_amax, col_outer, COL, ASM)
                 else:
                     random = 0
                     if COL_SR:
-                        random = random_words(sr_ptr, col_producer, token, feature, PLACES, G, W)
-                    u = column_nv(x, random, amax, outer, COL, ROTATION, COL_SR, ASM)
+                        random = random_words(sr_ptr, col_producer, token, feature, PLACES, G, W, False, T)
+                    u = column_nv(x, random, col_amax, col_outer, COL, ROTATION, COL_SR, ASM)
         if COL_KEPT:
-            place = col_ptr + token.to(tl.int64) * COL_STRIDE + feature // 2
-            if MASKED:
-                store_rows_masked(place, u, COL_STRIDE, VEC, one, rows, words)
-            else:
-                store_rows(place, u, COL_STRIDE, VEC, one)
+            put_rows(col_ptr, u, token, feature // 2, rows, words, COL_STRIDE, VEC, one, 0, MASKED)
         else:
             column = finish_column(u, COL_CARRIER, ASM)
-            PER_WORD: tl.constexpr = 2 if COL_CARRIER == "bf16" else 4
-            place = col_ptr + feature.to(tl.int64) * COL_STRIDE + token // PER_WORD
-            store_columns(place, column, COL_STRIDE, MASKED, K - feature, rows // PER_WORD)
+            TOKENS_PER_WORD: tl.constexpr = 2 if COL_CARRIER == "bf16" else 4
+            place = col_ptr + feature.to(tl.int64) * COL_STRIDE + token // TOKENS_PER_WORD
+            store_columns(place, column, COL_STRIDE, MASKED, K - feature, rows // TOKENS_PER_WORD)
+    if ROW != "none" and ROW_T and not ROW_SQUARE:
+        top = tl.zeros([G, ROW_T // 2 if ASM else ROW_T, W // 16, 1], tl.int32)
+        low = top
+        for part in tl.range(0, T // ROW_T):
+            start = part * ROW_T
+            piece = base + start * (K // 2)
+            wp = load_any(piece, K // 2, G, W, VEC, one, rows - start, words, FP32, MASKED, ASM, ROW_T, T)
+            if ROW_SR:
+                drawn = random_words(sr_ptr, producer, token + start, feature, PLACES, G, W, False, ROW_T, T)
+            else:
+                drawn = 0
+            piece_v, packed_p = row_words(wp, drawn, row_state, amax, outer, ROW, ROW_CARRIER, ROW_SR, ASM)
+            if is_mx_rule(ROW):
+                top = max2(top, packed_p, ASM)
+                low = max2(low, (-2147450880 - packed_p) & 0x7FFF7FFF, ASM)
+            piece_row = finish_row(piece_v, ROW_CARRIER, ASM)
+            put_rows(
+                row_ptr,
+                piece_row,
+                token + start,
+                first,
+                rows - start,
+                row_words_left,
+                ROW_STRIDE,
+                ROW_VEC,
+                one,
+                T,
+                MASKED,
+            )
+        if is_mx_rule(ROW):
+            note_extremes(
+                reduce_max2(top, 1, ASM), reduce_max2(low, 1, ASM), row_state, ROW_CARRIER, ROW, ASM
+            )

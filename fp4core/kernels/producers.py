@@ -175,7 +175,7 @@ def produce(
     sr: SR | None = None,
     row_out: Tensor | None = None,
     col_out: Tensor | None = None,
-    tile: tuple[int, ...] | None = None,
+    tile: Tile | None = None,
 ) -> tuple[Produced | None, Produced | None]:
     """Both views of a matrix from one load.
 
@@ -188,7 +188,7 @@ def produce(
         sr: random state of a stochastic row view.
         row_out, col_out: carriers to write instead of new ones: slices of a larger row-major matrix, so that
             several linears share one operand. Their first elements and strides are multiples of 4 bytes.
-        tile: (G, W, VEC, num_warps[, registers]) to try other tiles; see ``tiles``.
+        tile: how to cut the matrix; None takes ``default_tile``.
 
     Returns:
         (row view, column view), None for one not asked for. Dimensions are padded to multiples of 32 with zeros.
@@ -224,10 +224,10 @@ def produce(
     row_out = _output(x, row, (mp, kp), row_out)
     kept = col is not None and not col.transposed
     col_out = _output(x, col, (mp, kp) if kept else (kp, mp), col_out)
-    g, w, vec, warps, *registers = tile or default_tile(row, col)
-    masked = mp % (32 * g) != 0 or kp % (2 * w) != 0
+    cut = tile or default_tile(row, col)
+    masked = mp % (cut.tokens * cut.groups) != 0 or kp % (2 * cut.words) != 0
     none = words(xp)  # stands in for absent pointers
-    dual_kernel[(triton.cdiv(mp, 32 * g) * triton.cdiv(kp, 2 * w),)](
+    dual_kernel[(triton.cdiv(mp, cut.tokens * cut.groups) * triton.cdiv(kp, 2 * cut.words),)](
         none,
         none if row is None else _words(row_out),
         none if col is None else _words(col_out),
@@ -262,11 +262,13 @@ def produce(
         FP32=x.dtype == torch.float32,
         MASKED=masked,
         ASM=packed_instructions(x.device),
-        G=g,
-        W=w,
-        VEC=vec,
-        num_warps=warps,
-        **({"maxnreg": registers[0]} if registers else {}),
+        G=cut.groups,
+        T=cut.tokens,
+        ROW_T=cut.row_tokens,
+        W=cut.words,
+        VEC=cut.vector,
+        num_warps=cut.warps,
+        **({"maxnreg": cut.registers} if cut.registers else {}),
     )
     return (
         None if row is None else _produced(row_out, row, (m, k), row_state, row_scaling),
@@ -292,9 +294,31 @@ def _words(out: Tensor) -> Tensor:
     return out.as_strided((4 // out.element_size(),), (1,)).view(torch.int32)
 
 
-def default_tile(row: View | None, col: View | None) -> tuple[int, ...]:
-    """(G, W, VEC, num_warps): 128 tokens x 128 features in four warps, one group of 32 tokens each."""
-    return 4, 64, 2, 4
+@dataclass(frozen=True)
+class Tile:
+    """One program's part of the matrix: groups x tokens rows, 2 words columns.
+
+    Attributes:
+        groups, tokens: G groups of T tokens; a warp holds whole groups.
+        words: words of a row; with ``vector`` words per thread, 32 lanes make one row.
+        vector: words a thread loads at once.
+        warps: warps of the program, as many as groups.
+        row_tokens: tokens of every group that the row view handles at a time, re-reading them; 0: all at once.
+        registers: a bound on registers per thread, or None.
+    """
+
+    groups: int = 4
+    tokens: int = 32
+    words: int = 64
+    vector: int = 2
+    warps: int = 4
+    row_tokens: int = 0
+    registers: int | None = None
+
+
+def default_tile(row: View | None, col: View | None) -> Tile:
+    """Best tile of ``python -m fp4core.bench producers --tiles`` on an H200."""
+    return Tile()
 
 
 def _scales(

@@ -18,7 +18,6 @@ from fp4core.kernels.device import (
     halves_max,
     high_f32,
     low_f32,
-    pack_exact,
     philox4x32,
     reduce_max2,
 )
@@ -50,10 +49,20 @@ def note_blocks(packed, state, CARRIER: tl.constexpr, RULE: tl.constexpr, ASM: t
 
     Extremes for the next reference exponent, and one misfit if some block does not fit the present one.
     """
-    top = halves_max(reduce_max2(packed, 1, ASM), ASM) & 0xFFFF
-    low = halves_max(reduce_max2((-2147450880 - packed) & 0x7FFF7FFF, 1, ASM), ASM)
-    both = tl.reshape(top | (low & -65536), [top.numel])
-    both = tl.max(reduce_max2(both, 0, ASM))
+    note_extremes(reduce_max2(packed, 1, ASM), lowness(packed, ASM), state, CARRIER, RULE, ASM)
+
+
+@triton.jit
+def lowness(packed, ASM: tl.constexpr):
+    """Packed maximum along axis 1 of 0x8000 - m over nonzero m (0 where all are zero): large for small maxima."""
+    return reduce_max2((-2147450880 - packed) & 0x7FFF7FFF, 1, ASM)
+
+
+@triton.jit
+def note_extremes(top, low, state, CARRIER: tl.constexpr, RULE: tl.constexpr, ASM: tl.constexpr):
+    """``note_blocks`` from packed maxima and packed ``lowness``, of equal shape."""
+    both = (halves_max(top, ASM) & 0xFFFF) | (halves_max(low, ASM) & -65536)
+    both = tl.max(reduce_max2(tl.reshape(both, [both.numel]), 0, ASM))
     top = both & 0xFFFF
     low = (both >> 16) & 0xFFFF
     first, last = mx_bounds(tl.load(state), CARRIER, RULE)
@@ -86,8 +95,10 @@ def random_words(
     G: tl.constexpr,
     W: tl.constexpr,
     CHUNKS: tl.constexpr = False,
+    T: tl.constexpr = 32,
+    SPAN: tl.constexpr = 0,
 ):
-    """Random words [G, 32, W / 2], one per four features of the tile whose first element is (token, feature).
+    """Random words [G, T, W / 2], one per four features of the tile whose first element is (token, feature).
 
     ``sr``: int64 pointer to (seed, step, global token of the tensor's first row). FEATURES must be a multiple of
     16; the place of an element is (global token x FEATURES + feature), as in ``reference.philox``.
@@ -95,7 +106,7 @@ def random_words(
     One call gives the four words of 16 features of a token, which belong to four lanes. Instead of making every
     call in four lanes, lane l makes the call of token 4 i + l mod 4 and the four lanes then transpose their
     4 x 4 words (token by word) in two exchanges. CHUNKS: the G parts of the tile are neighbouring pieces of 2 W
-    features of the same 32 tokens.
+    features of the same tokens; otherwise groups start SPAN tokens apart (T where 0).
     """
     L: tl.constexpr = W // 2
     seed = tl.load(sr)
@@ -103,12 +114,12 @@ def random_words(
     first = (tl.load(sr + 2) + token) * (FEATURES // 16) + feature // 16
     lane = tl.arange(0, L)[None, None, :]
     g = tl.arange(0, G)[:, None, None]
-    t = tl.arange(0, 8)[None, :, None] * 4 + lane % 4
+    t = tl.arange(0, T // 4)[None, :, None] * 4 + lane % 4
     if CHUNKS:
         place16 = first + (t * (FEATURES // 16) + g * (W // 8) + lane // 4)
     else:
-        place16 = first + ((t + g * 32) * (FEATURES // 16) + lane // 4)
-    zero = tl.zeros([G, 8, L], tl.uint32)
+        place16 = first + ((t + g * (SPAN if SPAN else T)) * (FEATURES // 16) + lane // 4)
+    zero = tl.zeros([G, T // 4, L], tl.uint32)
     w0, w1, w2, w3 = philox4x32(
         place16.to(tl.uint32),
         (place16 >> 32).to(tl.uint32),
@@ -125,23 +136,27 @@ def random_words(
     w2, w3 = _exchange(w2, w3, 1)
     w0, w2 = _exchange(w0, w2, 2)
     w1, w3 = _exchange(w1, w3, 2)
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [G, 8, L, 2, 2]: tokens 4 i + 0, 1, 2, 3
-    return tl.reshape(tl.permute(words, [0, 1, 3, 4, 2]), [G, 32, L])
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [G, T / 4, L, 2, 2]: tokens 4 i + 0, 1, 2, 3
+    return tl.reshape(tl.permute(words, [0, 1, 3, 4, 2]), [G, T, L])
 
 
 @triton.jit
-def _spread_column(a, G: tl.constexpr, W: tl.constexpr):
-    """[G, NT, 1, W] repeated over the tokens of a block: [G, 32, W]."""
+def _spread_column(a, w):
+    """[G, NT, 1, W] repeated over the tokens of a block: w's shape [G, T, W]."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
     NT: tl.constexpr = a.shape[1]
-    return tl.reshape(tl.broadcast_to(a, [G, NT, 32 // NT, W]), [G, 32, W])
+    return tl.reshape(tl.broadcast_to(a, [G, NT, w.shape[1] // NT, W]), [G, w.shape[1], W])
 
 
 @triton.jit
-def _spread_square(a, G: tl.constexpr, W: tl.constexpr):
-    """[G, NT, 1, NB, 1] repeated over tokens and words of a square tile: [G, 32, W]."""
+def _spread_square(a, w):
+    """[G, NT, 1, NB, 1] repeated over tokens and words of a square tile: w's shape [G, T, W]."""
+    G: tl.constexpr = w.shape[0]
+    W: tl.constexpr = w.shape[2]
     NT: tl.constexpr = a.shape[1]
     NB: tl.constexpr = a.shape[3]
-    return tl.reshape(tl.broadcast_to(a, [G, NT, 32 // NT, NB, W // NB]), [G, 32, W])
+    return tl.reshape(tl.broadcast_to(a, [G, NT, w.shape[1] // NT, NB, W // NB]), [G, w.shape[1], W])
 
 
 @triton.jit
@@ -155,7 +170,7 @@ def finish_row(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def finish_column(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
-    """Transposed words to store: [2 W, G * 16] token pairs, or [2 W, G * 8] token quadruples."""
+    """Transposed words to store: [2 W, G * T / 2] token pairs, or [2 W, G * T / 4] token quadruples."""
     if CARRIER == "bf16":
         return transpose_words(v, ASM)
     else:
@@ -163,11 +178,12 @@ def finish_column(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def row_mx(w, random, state, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr):
-    """Row view of an MX format, unfinished (words [G, 32, W] in the carrier's shifted BF16)."""
+def row_mx_part(
+    w, random, ref, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr
+):
+    """(row view of an MX format, unfinished: words [G, T, W] in the carrier's shifted BF16; packed maxima)."""
     amax, packed = row_amax(w, 32, ASM)
-    note_blocks(packed, state, CARRIER, RULE, ASM)
-    c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
+    c, c64, ct = mx_constants(ref, CARRIER, RULE)
     t = mx_threshold(amax, ct, RULE, ASM)
     w0, w1 = split_words(w)
     if SR:
@@ -176,31 +192,35 @@ def row_mx(w, random, state, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.c
     else:
         v0 = mx_round(w0, t, c, c64, RULE, ASM)
         v1 = mx_round(w1, t, c, c64, RULE, ASM)
-    return join_words(v0, v1)
+    return join_words(v0, v1), packed
+
+
+@triton.jit
+def row_mx(w, random, state, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr):
+    """Row view of an MX format, unfinished; its maxima go to ``state``."""
+    v, packed = row_mx_part(w, random, tl.load(state), RULE, CARRIER, SR, ASM)
+    note_blocks(packed, state, CARRIER, RULE, ASM)
+    return v
 
 
 @triton.jit
 def column_mx(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, HADAMARD: tl.constexpr, ASM: tl.constexpr):
     """Column view of an MX format, unfinished and not yet transposed."""
-    G: tl.constexpr = w.shape[0]
-    W: tl.constexpr = w.shape[2]
     x = rotate_tokens(w, HADAMARD, ASM)
     amax = column_amax(x, 32, ASM)
     note_blocks(amax, state, CARRIER, RULE, ASM)
     c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
-    t = _spread_column(mx_threshold(amax, ct, RULE, ASM), G, W)
+    t = _spread_column(mx_threshold(amax, ct, RULE, ASM), w)
     return mx_round(x, t, c, c64, RULE, ASM)
 
 
 @triton.jit
 def square_mx(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, ASM: tl.constexpr):
     """Both views of a 2D MX format, unfinished."""
-    G: tl.constexpr = w.shape[0]
-    W: tl.constexpr = w.shape[2]
     amax = square_amax(w, 32, ASM)
     note_blocks(amax, state, CARRIER, RULE, ASM)
     c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
-    t = _spread_square(mx_threshold(amax, ct, RULE, ASM), G, W)
+    t = _spread_square(mx_threshold(amax, ct, RULE, ASM), w)
     return mx_round(w, t, c, c64, RULE, ASM)
 
 
@@ -239,16 +259,14 @@ def column_nv(
     ASM: tl.constexpr,
 ):
     """Column view of an NV-style format in BF16 carriers, not yet transposed."""
-    G: tl.constexpr = w.shape[0]
-    W: tl.constexpr = w.shape[2]
     x = rotate_tokens(w, HADAMARD, ASM)
     block = column_amax(x, 16, ASM)
     m0, s0 = nv_block_safe(low_f32(block), amax, outer, ALGORITHM, False, ASM)
     m1, s1 = nv_block_safe(high_f32(block), amax, outer, ALGORITHM, False, ASM)
-    m0 = _spread_column(m0, G, W)
-    m1 = _spread_column(m1, G, W)
-    s0 = _spread_column(s0, G, W)
-    s1 = _spread_column(s1, G, W)
+    m0 = _spread_column(m0, w)
+    m1 = _spread_column(m1, w)
+    s0 = _spread_column(s0, w)
+    s1 = _spread_column(s1, w)
     if SR:
         x0, x1 = split_words(x)
         a0, a1 = split_words(m0)
@@ -265,10 +283,8 @@ def column_nv(
 @triton.jit
 def square_nv(w, amax, outer, ALGORITHM: tl.constexpr, ASM: tl.constexpr):
     """Both views of a 2D NV-style format in BF16 carriers."""
-    G: tl.constexpr = w.shape[0]
-    W: tl.constexpr = w.shape[2]
     block = square_amax(w, 16, ASM)
     multiplier, value = nv_block_safe(high_f32(block), amax, outer, ALGORITHM, True, ASM)
-    multiplier = _spread_square(multiplier, G, W)
-    value = _spread_square(value, G, W)
+    multiplier = _spread_square(multiplier, w)
+    value = _spread_square(value, w)
     return nv_carrier(w, multiplier, multiplier, value, value, ALGORITHM == "ue5m3", ASM)
