@@ -28,7 +28,7 @@ _original_trunc = interpreter.InterpreterBuilder.create_fp_trunc
 
 
 def _trunc(self: Any, source: Any, target: Any) -> Any:
-    """FP32 to BF16 rounds to nearest even, as compiled kernels do; the interpreter cuts the lower half off."""
+    """FP32 to BF16 rounds to nearest even, as compiled kernels do; the interpreter truncates."""
     if source.dtype.scalar != tl.float32 or target.scalar != tl.bfloat16:
         return _original_trunc(self, source, target)
     bits = np.ascontiguousarray(source.data).view(np.uint32)
