@@ -44,6 +44,8 @@ _BACKENDS: dict[str, Backend] = {"reference": reference_linears}
 # device type -> backend of "auto"; the module that registers it is imported when such a device exists
 _AUTO: dict[str, str] = {"cpu": "reference"}
 _CUDA_MODULE = "fp4core.ops.carrier_linear"
+# backends imported when somebody asks for them by name; one that cannot run here raises ValueError on import
+_BY_NAME = {"native": "fp4core.ops.native_linear", "te": "fp4core.ops.te_backend"}
 
 
 def register_backend(name: str, impl: Backend, device_types: Sequence[str] = ()) -> None:
@@ -55,12 +57,22 @@ def register_backend(name: str, impl: Backend, device_types: Sequence[str] = ())
 def resolve_backend(name: str, device_type: str) -> str:
     """Name of the backend that ``name`` (or ``"auto"``) means on a device type. Raises ValueError."""
     chosen = _AUTO.get(device_type, "reference") if name == "auto" else name
+    if chosen in _BY_NAME and chosen not in _BACKENDS:
+        _load_by_name(chosen)
     if chosen not in _BACKENDS:
         raise ValueError(
-            f"linear backend: got {name!r}, needed one of {['auto', *sorted(_BACKENDS)]}; "
+            f"linear backend: got {name!r}, needed one of {['auto', *sorted(_BACKENDS | _BY_NAME)]}; "
             "fp4core.backends() says what this machine can run"
         )
     return chosen
+
+
+def _load_by_name(name: str) -> None:
+    """Import a backend of ``_BY_NAME``. Raises ValueError with its reason where it cannot run."""
+    try:
+        importlib.import_module(_BY_NAME[name])
+    except ModuleNotFoundError as error:
+        raise ValueError(f"linear backend {name!r} needs {error.name}, which is not installed") from None
 
 
 def _load_device_backends() -> None:

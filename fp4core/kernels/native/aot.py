@@ -100,7 +100,7 @@ def _gemm(name: str, s: Schedule, kind: str, vec: int, scale: str, out: str) -> 
 
 
 # (row view, column view) of every tensor that a route's training step encodes
-_PAIRS: dict[str, tuple[View | None, View | None]] = {
+PAIRS: dict[str, tuple[View | None, View | None]] = {
     "mxfp4-x": (View("mxfp4"), View("mxfp4")),
     "mxfp4-dy": (View("mxfp4", rounding=_SR), View("mxfp4")),
     "mxfp4-x-h32": (View("mxfp4"), View("mxfp4", hadamard="fixed32")),
@@ -129,7 +129,7 @@ _PAIRS: dict[str, tuple[View | None, View | None]] = {
 
 def producers() -> Iterator[Build]:
     """Producers of every tensor of every route."""
-    for name, (row, col) in _PAIRS.items():
+    for name, (row, col) in PAIRS.items():
         yield _producer(f"producer-{name}", row, col)
 
 

@@ -1,0 +1,75 @@
+"""Every native product, and producers of each kind, compiled for sm_100a and sm_103a without a GPU.
+
+In a process of its own, because kernels here are interpreted and because a compiler may abort. `python -m
+fp4core.kernels.native.aot` compiles all of them (two minutes); this is the part that finds most mistakes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp4core.kernels.native import aot
+from fp4core.ops.native_linear import encodings
+from fp4core.recipe import list_routes, load_recipe, operands
+
+ROOT = Path(__file__).parents[2]
+
+
+def compiled(*arguments: str) -> list[dict]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "fp4core.kernels.native.aot", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def within_the_chip(rows: list[dict]) -> None:
+    for row in rows:
+        assert row["problems"] == [], row
+        assert row["stack_bytes"] == 0 and row["registers"] <= 255, row
+        assert row["shared_bytes"] <= 227 * 1024 and row["tmem_columns"] <= 512, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["100", "103"])
+def test_products_use_fp4_tensor_cores_within_the_chip(target: str) -> None:
+    rows = compiled("--target", target, "--only", "gemm")
+    within_the_chip(rows)
+    kinds = {row["kernel"]: row["instructions"] for row in rows}
+    assert len(kinds) == 8
+    for kernel, instructions in kinds.items():
+        kind = (
+            "mxf4nvf4.block_scale.scale_vec::4X" if "mxf4nvf4" in kernel else "mxf4.block_scale.scale_vec::2X"
+        )
+        assert instructions == [f"tcgen05.mma.cta_group::1.kind::{kind}"], kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "only"),
+    [("100", "hybrid-dy-h32"), ("100", "te-dy"), ("103", "cta-dy-h16"), ("103", "mxfp4-w")],
+)
+def test_producers_fit_and_convert_in_hardware(target: str, only: str) -> None:
+    rows = compiled("--target", target, "--only", f"producer-{only}")
+    assert rows
+    within_the_chip(rows)
+    for row in rows:
+        # both views of te-dy are stochastic, which is software
+        wanted = [] if only == "te-dy" else ["cvt.rn.satfinite.e2m1x2.f32"]
+        assert row["instructions"] == wanted, row
+
+
+def test_the_list_of_builds_covers_every_route() -> None:
+    known = {(str(row), str(col)) for row, col in aot.PAIRS.values()}
+    for route in list_routes():
+        for group in load_recipe(route).groups:
+            if any("ue5m3" in str(operand) for _, _, operand in operands(group.linear)):
+                continue  # no FP4 Tensor Core takes its block scales
+            for row, col in encodings(group.linear):
+                assert (str(row), str(col)) in known, (route, row, col)
