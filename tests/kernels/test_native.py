@@ -137,7 +137,8 @@ def test_products_equal_the_reference_bit_for_bit(left, right, schedule, dtype) 
     # 272 is one K step and a block; 270 rows reach into a second stripe of 256
     a, b = exact_operands(left, 270, 272, 1), exact_operands(right, 40, 272, 2)
     want = fp4core.matmul(a, b, dtype=dtype, backend="reference")
-    got = native.native_gemm(_packed(a), _packed(b), dtype, schedule=schedule)
+    emulated = not interpreted() and not has_fp4_instructions(torch.device("cuda"))
+    got = native.native_gemm(_packed(a), _packed(b), dtype, schedule=None if emulated else schedule)
     assert torch.equal(got.cpu(), want), (got.cpu() - want).abs().max()
 
 

@@ -32,7 +32,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp4core import formats
 from fp4core.kernels._launch import interpreted, round_up
-from fp4core.kernels.native.producers import Packed
+from fp4core.kernels.native.producers import Packed, has_fp4_instructions
 
 if interpreted():
     from fp4core.kernels.native import _interpreter  # noqa: F401  imported for its effect
@@ -58,6 +58,8 @@ class Schedule:
 
 OVERLAPPED = Schedule(128, 128, 256, 5, specialised=True, halves=False, warps=4)
 WIDE = Schedule(128, 256, 256, 3, specialised=False, halves=True, warps=8)
+# where Triton emulates dot_scaled (MXFP4 on sm_90): slow, there to test with; upcast tiles need the room
+EMULATED = Schedule(128, 128, 128, 2, specialised=False, halves=False, warps=8)
 E2M1 = tl.constexpr("e2m1")  # the interpreter wants the constant, not the string
 _LONG = 16384  # contraction from which WIDE's exposed epilogue is under a twentieth of a tile's time
 
@@ -144,7 +146,7 @@ def native_gemm(
     out = a.codes.new_empty((m, round_up(n, 16)), dtype=dtype)
     if out.numel() == 0 or k == 0:
         return out.zero_()[:, :n]
-    s = schedule or (WIDE if k >= _LONG and n % 256 == 0 else OVERLAPPED)
+    s = schedule or _schedule(out.device, n, k)
     vec = fa.block_cols
     tiles = triton.cdiv(m, s.bm) * triton.cdiv(n, s.bn)
     programs = 1 if interpreted() else min(tiles, _processors(out.device))
@@ -175,6 +177,12 @@ def native_gemm(
         num_stages=s.depth(dtype),
     )
     return out[:, :n]
+
+
+def _schedule(device: torch.device, n: int, k: int) -> Schedule:
+    if not interpreted() and not has_fp4_instructions(device):
+        return EMULATED
+    return WIDE if k >= _LONG and n % 256 == 0 else OVERLAPPED
 
 
 def _outer(a: Packed, b: Packed) -> tuple[Tensor, Tensor]:
