@@ -1,7 +1,7 @@
 """What every benchmark shares: timing, the copy rate, the environment, tables and records.
 
-Times are of CUDA graphs: a graph holds several calls, so that the host's launch cost stays out; the result is the
-median over replays, per call. Sizes are chosen so that the data is several times the L2 cache.
+Times are of CUDA graphs: a graph holds several calls, so that the host's launch cost stays out; the result is
+the median over replays, per call. Sizes are chosen so that the data is several times the L2 cache.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python -m fp4core.bench gemm [--tokens 8192] [--out FILE]
 
-Operands are real carriers (quantised normal data), because a product's rate depends on its data through the power
-limit. ``equal`` is the share of BF16 outputs equal to the FP64 product rounded once, on a slice.
+Operands are real carriers (quantised normal data), because a product's rate depends on its data through the
+power limit. ``equal`` is the share of BF16 outputs equal to the FP64 product rounded once, on a slice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Maxima of a BF16 matrix per 128 x 128 chunk, and the outer scales that follow from them.
 
-The chunk grid serves every NV-style format: its maximum is the tensor's amax, a pair of its rows (columns) the
-256-row stripe of the row (column) view. FP32, NaN where a chunk holds a NaN or infinity.
+The chunk grid serves every NV-style format: its maximum is the tensor's amax, a pair of its rows (columns)
+the 256-row stripe of the row (column) view. FP32, NaN where a chunk holds a NaN or infinity.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _largest(w, ASM: tl.constexpr):
 def _outer_kernel(
     chunk_ptr, amax_ptr, outer_ptr, R, C, KIND: tl.constexpr, DIVISOR: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Maximum over a stripe's chunks (KIND "row", "col") or all chunks ("tensor"), and outer = it / DIVISOR."""
+    """Maximum over a stripe's chunks (KIND "row", "col") or all ("tensor"); outer = maximum / DIVISOR."""
     pid = tl.program_id(0)
     if KIND == "row":
         first = pid * 2 * C

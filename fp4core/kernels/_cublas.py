@@ -1,8 +1,8 @@
 """BF16 products through cuBLAS with the epilogue's factor read from device memory.
 
-torch offers the factor only as a host number, which would cost a synchronisation per product. cuBLAS itself reads
-it from the device in pointer mode DEVICE; this is the one call that torch does not expose, made on torch's own
-handle (its stream, workspace and lifetime), with the handle's modes restored afterwards.
+torch offers the factor only as a host number, which would cost a synchronisation per product. cuBLAS itself
+reads it from the device in pointer mode DEVICE; this is the one call that torch does not expose, made on
+torch's own handle (its stream, workspace and lifetime), with the handle's modes restored afterwards.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """The dual-view kernel behind ``producers.produce``; one program per tile of 32 G tokens x 2 W features."""
 
+# ruff: noqa: RET505  Triton compiles what follows a constexpr branch unless it is in its else
 from __future__ import annotations
 
 import triton
@@ -133,8 +134,8 @@ def dual_kernel(
     before padding, end inside a Hadamard group. FP32: x is FP32 (int64 words). K, M multiples of 32. PLACES:
     features of the unpadded tensor. ROW_STRIDE, COL_STRIDE: words per row of the row and of the column view.
 
-    ROW_T: 0 makes the row view from the registers that hold the tile; otherwise a loop reads it again, from the
-    L1 cache, ROW_T tokens of every group at a time: fewer registers, hence more warps, and shorter code.
+    ROW_T: 0 makes the row view from the registers that hold the tile; otherwise a loop reads it again, from
+    the L1 cache, ROW_T tokens of every group at a time: fewer registers, hence more warps, and shorter code.
     """
     TILES: tl.constexpr = (K + 2 * W - 1) // (2 * W)
     pid = tl.program_id(0)

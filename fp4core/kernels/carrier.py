@@ -1,4 +1,4 @@
-"""The ``carrier`` backend's public functions: what ``fp4core.quantize`` and ``fp4core.matmul`` call on CUDA."""
+"""The ``carrier`` backend: what ``fp4core.quantize`` and ``fp4core.matmul`` call on CUDA."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _carrier(q: Any) -> tuple[Tensor, float]:
     low, high = (int(live.min()), int(live.max())) if live.numel() else (127, 127)
     if high - low > 2 * _SPAN:
         raise ValueError(
-            f"matmul: got {q.format} block scales from 2^{low - 127} to 2^{high - 127}, more than a BF16 carrier "
-            "spans; backend='reference' multiplies them"
+            f"matmul: got {q.format} block scales from 2^{low - 127} to 2^{high - 127}, more than a BF16 "
+            "carrier spans; backend='reference' multiplies them"
         )
     ref = (low + high) // 2 - 127
     shifted = q.decode_blocks() if ref == 0 else q.decode_blocks().double() * 2.0**-ref

@@ -1,8 +1,9 @@
 """Packed codes and block scales of one view, bit for bit those of the reference.
 
-This is the kernel behind ``fp4core.quantize(..., backend="carrier")``: it writes what the report's format stores
-(nibbles, scale bytes, outer scales), where ``producers`` writes what a GEMM reads. One program makes the codes of
-32 x 128 values; the arithmetic is plain FP32 in the order of ``reference``, whole range, no packed tricks.
+This is the kernel behind ``fp4core.quantize(..., backend="carrier")``: it writes what the report's format
+stores (nibbles, scale bytes, outer scales), where ``producers`` writes what a GEMM reads. One program makes
+the codes of 32 x 128 values; the arithmetic is plain FP32 in the order of ``reference``, whole range, no
+packed tricks.
 """
 
 from __future__ import annotations
@@ -213,9 +214,8 @@ def quantize_codes(
         key: an object with seed, step, producer, offset (``fp4core.SRKey``) for stochastic rounding.
         held_amax: sampled tensor amax (formats with ``sampled_amax``).
 
-    Returns:
-        (codes uint8 [R, ceil(C / 2)], scales uint8 [ceil(R / block rows), ceil(C / block columns)], outer FP32
-        0-dim or [stripes]); R x C is the view, C its contraction.
+    Returns: (codes uint8 [R, ceil(C / 2)], scales uint8 [ceil(R / block rows), ceil(C / block columns)],
+        outer FP32 0-dim or [stripes]); R x C is the view, C its contraction.
     """
     x = x.to(torch.bfloat16).contiguous()
     check_matrix(x)

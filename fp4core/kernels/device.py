@@ -1,8 +1,8 @@
 """Device functions on words: BF16 pairs in 32-bit registers.
 
 Tile convention of every kernel here. A tile of BF16 values [tokens, features] is held as int32 *words*
-``w_GTW`` of shape [G, 32, W]: G groups of 32 tokens, W words of two neighbouring features, the even feature in
-the low half. A "packed" quantity carries one 16-bit value per half.
+``w_GTW`` of shape [G, 32, W]: G groups of 32 tokens, W words of two neighbouring features, the even feature
+in the low half. A "packed" quantity carries one 16-bit value per half.
 
     G  groups of 32 tokens (one warp holds whole groups, so token-wise work stays in one thread)
     T  tokens of a group (32)      W  words of a row's piece (2 features each)
@@ -11,10 +11,11 @@ Why words. Hopper's packed BF16 instructions work on two values at once, and `fm
 exactly and rounds once. With M = 1.5 x 2^(e + 6) x s its unit in the last place is the E2M1 grid step of the
 block, so the adder itself rounds 6x to the grid of a block of scale s and no conversion to FP32 is needed.
 
-Every function has two bodies with the same bits: packed PTX when ``ASM`` (sm_90 and up), and plain integer and
-FP32 arithmetic otherwise, which is what the Triton interpreter and older GPUs run.
+Every function has two bodies with the same bits: packed PTX when ``ASM`` (sm_90 and up), and plain integer
+and FP32 arithmetic otherwise, which is what the Triton interpreter and older GPUs run.
 """
 
+# ruff: noqa: RET505  Triton compiles what follows a constexpr branch unless it is in its else
 from __future__ import annotations
 
 import triton
@@ -164,8 +165,8 @@ def round_e2m1(y):
 def round_e2m1_stochastic(y, byte):
     """Round FP32 to E2M1 values with one random byte: up when delta + (2 byte + 1) / 512 >= 1.
 
-    ``y`` finite, |y| <= 6; ``byte`` int32 0..255. The fraction of a step is floored to 1/512, which leaves the
-    decision unchanged because the threshold is an integer number of 1/512.
+    ``y`` finite, |y| <= 6; ``byte`` int32 0..255. The fraction of a step is floored to 1/512, which leaves
+    the decision unchanged because the threshold is an integer number of 1/512.
     """
     a = tl.abs(y)
     exponent = tl.maximum(a.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
@@ -262,7 +263,7 @@ def approximate_reciprocal(x):
 
 @triton.jit
 def reciprocal(x):
-    """Correctly rounded 1 / x for |x| in [2^-100, 2^100]: the compiler's own fast path without its range check."""
+    """Correctly rounded 1 / x for |x| in [2^-100, 2^100]: the compiler's path without its range check."""
     return tl.inline_asm_elementwise(
         """{
         .reg .f32 r, e;

@@ -2,8 +2,8 @@
 
     C [M, N] = alpha alpha_i beta_j  sum_k A [i, k] B [j, k]
 
-- ``fp8_gemm``: E5M2 x E4M3 (either way) or E4M3 x E4M3 by ``torch._scaled_mm`` with full accumulation; E5M2 x E5M2,
-  which cuBLAS refuses, by the Triton kernel here.
+- ``fp8_gemm``: E5M2 x E4M3 (either way) or E4M3 x E4M3 by ``torch._scaled_mm`` with full accumulation; E5M2 x
+  E5M2, which cuBLAS refuses, by the Triton kernel here.
 - ``bf16_gemm``: cuBLAS with the factor on the device where it is one number; the Triton kernel where outer
   scales belong to stripes of 256 rows (CTA-local formats), because cuBLAS has no such epilogue.
 
@@ -137,7 +137,7 @@ def _descriptor(x: Tensor, rows: int, cols: int) -> tuple[TensorDescriptor, bool
 
 @dataclass(frozen=True)
 class Tile:
-    """How the Triton kernel cuts a product: tile sizes, warps, pipeline stages, store in halves, rows per group."""
+    """How the Triton kernel cuts a product: tile, warps, pipeline stages, store in halves, rows per group."""
 
     bm: int
     bn: int
@@ -222,8 +222,8 @@ def _check_operands(a: Tensor, b: Tensor, dtypes: tuple[torch.dtype, ...], what:
         or b.dtype not in dtypes
     ):
         raise ValueError(
-            f"{what}: got {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}; needed [M, K] and [N, K] of "
-            f"{', '.join(map(str, dtypes))}"
+            f"{what}: got {tuple(a.shape)} {a.dtype} and {tuple(b.shape)} {b.dtype}; needed [M, K] and "
+            f"[N, K] of {', '.join(map(str, dtypes))}"
         )
 
 

@@ -13,8 +13,8 @@ SHIFT so that the result's BF16 exponent *is* the carrier's exponent field:
 so that packing is a shift and a sign, subnormals included. A block outside the range is a *misfit*: it is
 counted, never rounded; the caller falls back to a wider carrier.
 
-Scale rules need only integer arithmetic on the BF16 bits of the block maximum, because a power of two is a BF16
-with an empty mantissa: s = (bits + ADD) & 0x7F80, with ADD the rounding rule.
+Scale rules need only integer arithmetic on the BF16 bits of the block maximum, because a power of two is
+a BF16 with an empty mantissa: s = (bits + ADD) & 0x7F80, with ADD the rounding rule.
 
     rule        ADD    s shifted by   meaning
     mx_ceil     127    0              2^ceil(log2 amax)
@@ -25,6 +25,7 @@ with an empty mantissa: s = (bits + ADD) & 0x7F80, with ADD the rounding rule.
     ocp_even     32    -2             amax rounded half up to one mantissa bit, then floor
 """
 
+# ruff: noqa: RET505  Triton compiles what follows a constexpr branch unless it is in its else
 from __future__ import annotations
 
 import triton
@@ -150,9 +151,9 @@ def _round_half(x, c, t, CLAMP: tl.constexpr):
 def mx_round(w, t, c, c64, RULE: tl.constexpr, ASM: tl.constexpr):
     """Words of E2M1(c x) in shifted BF16.
 
-    ``w`` words, ``t`` the packed thresholds (broadcast to w), ``c``, ``c64`` from ``mx_constants``. Five packed
-    instructions: |64 c x|, max with t, exponent to M, fused multiply-add, subtract; one more where the rule
-    can leave 6x / s above 6.
+    ``w`` words, ``t`` the packed thresholds (broadcast to w), ``c``, ``c64`` from ``mx_constants``. Five
+    packed instructions: |64 c x|, max with t, exponent to M, fused multiply-add, subtract; one more where the
+    rule can leave 6x / s above 6.
     """
     CLAMP: tl.constexpr = can_exceed(RULE)
     if ASM:

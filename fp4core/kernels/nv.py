@@ -1,24 +1,26 @@
 """NVFP4, CTA-local NVFP4 and UE5M3: block scales in FP32, BF16 carriers.
 
 A carrier holds E2M1 code x block scale, at most six significant bits, so it is exact in BF16; the FP32 outer
-scale stays with the GEMM's epilogue. Scale chains follow ``reference.scales`` operation by operation; divisions
-are correctly rounded.
+scale stays with the GEMM's epilogue. Scale chains follow ``reference.scales`` operation by operation;
+divisions are correctly rounded.
 
-    algorithm   enc                          block scale s                      multiplier of x
-    nv_te       min(2688 / amax, FLT_MAX)    E4M3(amax_b (enc (1/6)))           min(1 / (s (1 / enc)), FLT_MAX)
-    nv_global   min(2688 / amax, FLT_MAX)    E4M3(1 / M), M = E4M3(6 / (amax_b enc))     min(M enc, FLT_MAX)
-    nv_cta      min(448 / amax_c, FLT_MAX)   E4M3(E4M3(1 / M) g / outer), g = amax_c / 448    min(M enc, FLT_MAX)
-    ue5m3       -                            UE5M3(512 (0.875 amax_b / amax)), zero is 1   min(1 / (s outer), FLT_MAX)
+    nv_te      enc = min(2688 / amax, FLT_MAX); s = E4M3(amax_b (enc (1/6)));
+               multiplier = min(1 / (s (1 / enc)), FLT_MAX)
+    nv_global  enc as above; M = E4M3(6 / (amax_b enc)); s = E4M3(1 / M); multiplier = min(M enc, FLT_MAX)
+    nv_cta     enc = min(448 / amax_c, FLT_MAX); M, multiplier as above; g = amax_c / 448;
+               s = E4M3(E4M3(1 / M) g / outer)
+    ue5m3      s = UE5M3(512 (0.875 amax_b / amax)), zero becomes 1; multiplier = min(1 / (s outer), FLT_MAX)
 """
 
+# ruff: noqa: RET505  Triton compiles what follows a constexpr branch unless it is in its else
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from fp4core.kernels.device import (
-    decode_ue5m3,
     approximate_reciprocal,
+    decode_ue5m3,
     divide_by,
     encode_ue5m3,
     high_f32,
@@ -58,7 +60,7 @@ def nv_enc(amax, ALGORITHM: tl.constexpr):
 
 @triton.jit
 def in_fast_range(amax):
-    """True where no step of a scale chain leaves FP32's normal range (or meets zero): 2^-60 <= amax <= 2^60."""
+    """True where no step of a scale chain leaves FP32's normal range or meets zero: 2^-60 < amax < 2^60."""
     return (amax > 8.673617379884035e-19) & (amax < 1.152921504606847e18)
 
 
@@ -108,11 +110,10 @@ def nv_block(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr):
 def nv_block_fast(amax_b, amax, outer, ALGORITHM: tl.constexpr, TWO_D: tl.constexpr):
     """``nv_block`` for carriers where ``in_fast_range(amax)`` holds (nv_cta: of the chunk and of 448 outer).
 
-    Packed conversions, divisions without range checks, and no care for what a carrier does not show: the scale
-    of an all-zero block, the codes under a zero scale. Finite maxima follow from a finite amax, except under the
-    held amax of ue5m3.
+    Packed conversions, divisions without range checks, and no care for what a carrier does not show: the
+    scale of an all-zero block, the codes under a zero scale. Finite maxima follow from a finite amax, except
+    under the held amax of ue5m3.
     """
-    zero = tl.zeros_like(amax_b)
     if ALGORITHM == "nv_te":
         enc = nv_enc(amax, ALGORITHM)
         value = round_e4m3(amax_b * (enc * 0.16666667163372040), True)
@@ -183,10 +184,10 @@ def six_times(low, high, ASM: tl.constexpr):
 def nv_carrier(w, m_low, m_high, s_low, s_high, WIDE: tl.constexpr, ASM: tl.constexpr):
     """Words of E2M1(x multiplier) x block scale; multiplier and scale for the two halves.
 
-    y = |x| m is on the FP32 grid; the E2M1 step at y is the unit in the last place of M = 2^22 max(y, 1) + 4, so
-    M - (M - y) is y rounded, ties to even: at a tie y has three significant bits and M / step is even. Compared
-    with isolating the exponent this takes half the integer-pipe instructions. Values above 6 are cut at 6 s, two
-    at a time, with the sign of x.
+    y = |x| m is on the FP32 grid; the E2M1 step at y is the unit in the last place of M = 2^22 max(y, 1) + 4,
+    so M - (M - y) is y rounded, ties to even: at a tie y has three significant bits and M / step is even.
+    Compared with isolating the exponent this takes half the integer-pipe instructions. Values above 6 are cut
+    at 6 s, two at a time, with the sign of x.
     WIDE: y may be far above 8 (ue5m3 under a held amax).
     """
     if ASM:
@@ -233,9 +234,9 @@ def nv_carrier_stochastic(
     """As ``nv_carrier``, rounded with bytes 2 PAIR and 2 PAIR + 1 of the words ``random``.
 
     M = 2^13 x (start of y's binade) has the unit step / 512: adding 2 byte + 1 units, then truncating at a
-    whole step, rounds up just when delta + (2 byte + 1) / 512 >= 1. y is added with a truncating
-    instruction, because its fraction below step / 512 must not carry. The odd unit of 2 byte + 1 rides along in
-    M and in the truncated sum, whose difference it leaves alone.
+    whole step, rounds up just when delta + (2 byte + 1) / 512 >= 1. y is added with a truncating instruction,
+    because its fraction below step / 512 must not carry. The odd unit of 2 byte + 1 rides along in M and in
+    the truncated sum, whose difference it leaves alone.
     """
     if ASM:
         CUT: tl.constexpr = "min.f32 a, a, 0f49800000; min.f32 b, b, 0f49800000;" if WIDE else ""

@@ -5,10 +5,10 @@
     row view   [M, K]   blocks along K     the operand of a contraction over K
     col view   [K, M]   blocks along M     transposed, the operand of a contraction over M
 
-in *carriers*: the decoded block values E2M1 x block scale in the narrowest type that holds them exactly, E5M2 or
-E4M3 after a power-of-two reference (MX formats), BF16 (all formats). Outer scales stay outside:
+in *carriers*: the decoded block values E2M1 x block scale in the narrowest type that holds them exactly, E5M2
+or E4M3 after a power-of-two reference (MX formats), BF16 (all formats). Outer scales stay outside:
 
-    decoded value = carrier x 2^ref x outer        (2^ref only for MX formats; outer 1/6, 1, or FP32 on the device)
+    decoded value = carrier x 2^ref x outer      (2^ref: MX formats; outer: 1/6, 1, or FP32 on the device)
 
 Nothing is rounded a second time. A block that does not fit its FP8 carrier is counted in the view's state
 (``misfits``) and its bytes are unspecified; the caller checks the counter before it trusts the step and
@@ -17,6 +17,7 @@ produces wider carriers instead.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -68,6 +69,26 @@ def new_state(views: int, device: torch.device | str, ref: int = 0) -> Tensor:
     state = torch.zeros(views, STATE_WORDS, dtype=torch.int32, device=device)
     state[:, 0] = ref
     return state
+
+
+@functools.lru_cache(maxsize=64)
+def _spans(carriers: tuple[str, ...], device: torch.device) -> Tensor:
+    return torch.tensor([mx.SPANS[c] for c in carriers], dtype=torch.int32, device=device)
+
+
+def advance(state: Tensor, carriers: list[str], headroom: int = 2) -> None:
+    """Start a new step: references from the maxima seen, then forget what was seen. No synchronisation.
+
+    Args:
+        state: int32 [views, 4], overwritten. A view that saw nothing keeps its reference.
+        carriers: carrier of each view.
+        headroom: steps (factors of two) left above the largest block.
+    """
+    spans = _spans(tuple(carriers), state.device)
+    top = ((state[:, 1] + 127) >> 7) - 127  # exponent of the smallest power of two above the maximum
+    ref = (top + headroom - spans[:, 1]).clamp(spans[:, 2], spans[:, 3])
+    state[:, 0] = torch.where(state[:, 1] > 0, ref, state[:, 0])
+    state[:, 1:] = 0
 
 
 def rule(name: str) -> str:
@@ -123,12 +144,13 @@ def _check_view(view: View, where: str) -> None:
         view.rounding == "stochastic" and (fmt.two_d or (where == "col" and is_mx(view.format)))
     ):
         raise ValueError(
-            f"produce: got rounding {view.rounding!r} for the {where} view of {view.format!r}; needed 'nearest', "
-            "or 'stochastic' for a 1D format (column views: NV-style ones)"
+            f"produce: got rounding {view.rounding!r} for the {where} view of {view.format!r}; needed "
+            "'nearest', or 'stochastic' for a 1D format (column views: NV-style ones)"
         )
     if not view.transposed and (where == "row" or view.carrier != "bf16"):
         raise ValueError(
-            f"produce: got transposed=False for the {where} view in {view.carrier!r}; needed a BF16 column view"
+            f"produce: got transposed=False for the {where} view in {view.carrier!r}; needed a BF16 column "
+            "view"
         )
     if view.hadamard != "none" and (where == "row" or fmt.two_d):
         raise ValueError(
@@ -139,7 +161,7 @@ def _check_view(view: View, where: str) -> None:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Tensor- or stripe-wide scales of one NV-style view: FP32 ``amax`` ([1] or the chunk grid) and ``outer``."""
+    """Wide scales of one NV-style view: FP32 ``amax`` ([1], or the chunk grid) and ``outer``."""
 
     amax: Tensor
     outer: Tensor
@@ -182,16 +204,16 @@ def produce(
     Args:
         x: BF16 or FP32 (rounded to BF16) [M, K], contiguous.
         row, col: the views wanted.
-        row_state, col_state: int32 [4] of MX views (``new_state``), read for the reference and updated; a fresh
-            state with reference 0 is made for a BF16 carrier without one.
+        row_state, col_state: int32 [4] of MX views (``new_state``), read for the reference and updated; a
+            fresh state with reference 0 is made for a BF16 carrier without one.
         row_scaling, col_scaling: scales of NV-style views; computed from x where left out.
         sr: random state of a stochastic row view.
         row_out, col_out: carriers to write instead of new ones: slices of a larger row-major matrix, so that
             several linears share one operand. Their first elements and strides are multiples of 4 bytes.
         tile: how to cut the matrix; None takes ``default_tile``.
 
-    Returns:
-        (row view, column view), None for one not asked for. Dimensions are padded to multiples of 32 with zeros.
+    Returns: (row view, column view), None for one not asked for. Dimensions are padded to multiples of 32
+        with zeros.
 
     Raises:
         ValueError: views that the kernels do not make, a missing state or SR, K not a multiple of 16 with
@@ -283,7 +305,7 @@ def _output(x: Tensor, view: View | None, shape: tuple[int, int], given: Tensor 
         return None if view is None else x.new_empty(shape, dtype=CARRIERS[view.carrier])
     if given.shape != shape or given.dtype != CARRIERS[view.carrier] or given.stride(1) != 1:
         raise ValueError(
-            f"produce: got an output {tuple(given.shape)} of {given.dtype} with strides {given.stride()}; needed "
+            f"produce: got an output {tuple(given.shape)} of {given.dtype}, strides {given.stride()}; needed "
             f"{shape} of {CARRIERS[view.carrier]}, contiguous along its last axis"
         )
     return given
@@ -303,7 +325,7 @@ class Tile:
         words: words of a row; with ``vector`` words per thread, 32 lanes make one row.
         vector: words a thread loads at once.
         warps: warps of the program, as many as groups.
-        row_tokens: tokens of every group that the row view handles at a time, re-reading them; 0: all at once.
+        row_tokens: tokens of every group that the row view handles at a time, re-reading them; 0: all.
         registers: a bound on registers per thread, or None.
     """
 
@@ -335,8 +357,8 @@ def _scales(
         if state is None:
             if view.carrier != "bf16":
                 raise ValueError(
-                    f"produce: got carrier {view.carrier!r} without a state; needed {where}_state=new_state(...)[i], "
-                    "whose reference exponent says where the carrier's range lies"
+                    f"produce: got carrier {view.carrier!r} without a state; needed "
+                    f"{where}_state=new_state(...)[i], whose reference exponent places the carrier's range"
                 )
             state = new_state(1, x.device)[0]
         return state, None

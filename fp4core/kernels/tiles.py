@@ -1,11 +1,12 @@
 """Tile functions: block maxima, Hadamard rotation, transposition and stores of word tiles.
 
-Shapes as in ``device``: ``w_GTW`` is [G, T, W]. The layout that makes all of this cheap is one warp per group,
-with a thread holding all T tokens of its words: ``load_words`` asks for it by telling the compiler that only
-VEC words are contiguous. Block maxima along tokens, the rotation and the packing of tokens then need no
+Shapes as in ``device``: ``w_GTW`` is [G, T, W]. The layout that makes all of this cheap is one warp per
+group, with a thread holding all T tokens of its words: ``load_words`` asks for it by telling the compiler
+that only VEC words are contiguous. Block maxima along tokens, the rotation and the packing of tokens then need no
 exchange between threads; row blocks need shuffles among the few lanes of a block, two rows at a time.
 """
 
+# ruff: noqa: RET505  Triton compiles what follows a constexpr branch unless it is in its else
 from __future__ import annotations
 
 import triton
@@ -55,9 +56,9 @@ def load_words(
 ):
     """Words [G, T, W] of a row-major BF16 matrix, from int32 pointer ``base`` (the tile's first word).
 
-    STRIDE: words per row. VEC: words per thread along a row. SPAN: tokens from one group to the next, T where 0.
-    ``one`` is an int32 argument of value 1 that the compiler must not specialise (``do_not_specialize``): it
-    hides the contiguity that would pull a row's words into fewer lanes.
+    STRIDE: words per row. VEC: words per thread along a row. SPAN: tokens from one group to the next, T where
+    0. ``one`` is an int32 argument of value 1 that the compiler must not specialise (``do_not_specialize``):
+    it hides the contiguity that would pull a row's words into fewer lanes.
     """
     return tl.load(_row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN))
 

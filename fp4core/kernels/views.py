@@ -1,14 +1,15 @@
 """Views of a word tile: from loaded words to the words a kernel stores.
 
 ``row_*`` functions give the row view (blocks along features), ``column_*`` the column view (blocks along
-tokens, transposed, after an optional Hadamard rotation), ``square_*`` both views of 2D formats, which share one
-encoding. Fused kernels that make their own words (RMSNorm, SiLU, RoPE) call the same functions, so fused and
-unfused give equal carriers.
+tokens, transposed, after an optional Hadamard rotation), ``square_*`` both views of 2D formats, which share
+one encoding. Fused kernels that make their own words (RMSNorm, SiLU, RoPE) call the same functions, so fused
+and unfused give equal carriers.
 
-State of an MX view: int32 [4] = reference exponent, largest BF16 bits of a block maximum seen, 0x8000 minus the
-smallest nonzero one, misfits. ``note_blocks`` updates the last three; ``producers.advance`` starts a new step.
+State of an MX view: int32 [4] = reference exponent, largest BF16 bits of a block maximum seen, 0x8000 minus
+the smallest nonzero one, misfits. ``note_blocks`` updates the last three, ``producers.advance`` the first.
 """
 
+# ruff: noqa: RET505  Triton compiles what follows a constexpr branch unless it is in its else
 from __future__ import annotations
 
 import triton
@@ -54,7 +55,7 @@ def note_blocks(packed, state, CARRIER: tl.constexpr, RULE: tl.constexpr, ASM: t
 
 @triton.jit
 def lowness(packed, ASM: tl.constexpr):
-    """Packed maximum along axis 1 of 0x8000 - m over nonzero m (0 where all are zero): large for small maxima."""
+    """Packed maximum along axis 1 of 0x8000 - m over nonzero m, 0 where all are zero: large where m is small."""
     return reduce_max2((-2147450880 - packed) & 0x7FFF7FFF, 1, ASM)
 
 
@@ -100,13 +101,13 @@ def random_words(
 ):
     """Random words [G, T, W / 2], one per four features of the tile whose first element is (token, feature).
 
-    ``sr``: int64 pointer to (seed, step, global token of the tensor's first row). FEATURES must be a multiple of
-    16; the place of an element is (global token x FEATURES + feature), as in ``reference.philox``.
+    ``sr``: int64 pointer to (seed, step, global token of the tensor's first row). FEATURES must be a multiple
+    of 16; the place of an element is (global token x FEATURES + feature), as in ``reference.philox``.
 
-    One call gives the four words of 16 features of a token, which belong to four lanes. Instead of making every
-    call in four lanes, lane l makes the call of token 4 i + l mod 4 and the four lanes then transpose their
-    4 x 4 words (token by word) in two exchanges. CHUNKS: the G parts of the tile are neighbouring pieces of 2 W
-    features of the same tokens; otherwise groups start SPAN tokens apart (T where 0).
+    One call gives the four words of 16 features of a token, which belong to four lanes. Instead of making
+    every call in four lanes, lane l makes the call of token 4 i + l mod 4 and the four lanes then transpose
+    their 4 x 4 words (token by word) in two exchanges. CHUNKS: the G parts of the tile are neighbouring
+    pieces of 2 W features of the same tokens; otherwise groups start SPAN tokens apart (T where 0).
     """
     L: tl.constexpr = W // 2
     seed = tl.load(sr)
@@ -181,7 +182,7 @@ def finish_column(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
 def row_mx_part(
     w, random, ref, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr
 ):
-    """(row view of an MX format, unfinished: words [G, T, W] in the carrier's shifted BF16; packed maxima)."""
+    """(row view of an MX format, unfinished: words [G, T, W] in shifted BF16; packed maxima)."""
     amax, packed = row_amax(w, 32, ASM)
     c, c64, ct = mx_constants(ref, CARRIER, RULE)
     t = mx_threshold(amax, ct, RULE, ASM)

@@ -1,4 +1,4 @@
-"""Kernels run compiled where there is a GPU and in the Triton interpreter elsewhere; the same tests hold them."""
+"""Kernels run compiled where there is a GPU, interpreted elsewhere; the same tests hold them."""
 
 from __future__ import annotations
 

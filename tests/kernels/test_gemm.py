@@ -1,8 +1,9 @@
 """Products of carriers against FP64: every path, layouts, stripes, odd shapes.
 
-Tolerance. Products are exact and sums are FP32. A sum of K terms in any order differs from the exact one by at most
-(K - 1) eps sum |a b| with eps = 2^-24 (FP32 accumulation, twice that where the tensor core truncates), then one
-rounding to the output type. BF16 outputs must equal the exact value rounded once in 99.9% of places.
+Tolerance. Products are exact and sums are FP32. A sum of K terms in any order differs from the exact one by
+at most (K - 1) eps sum |a b| with eps = 2^-24 (FP32 accumulation, twice that where the tensor core
+truncates), then one rounding to the output type. BF16 outputs must equal the exact value rounded once in
+99.9% of places.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Producers against the reference, bit for bit: every format, view, rounding and rotation the routes use.
 
-On a GPU the packed PTX path runs on all inputs and shapes; without one the interpreter runs the portable path on
-a few. Outputs are slices of NaN-filled buffers, whose surroundings must stay as they were.
+On a GPU the packed PTX path runs on all inputs and shapes; without one the interpreter runs the portable path
+on a few. Outputs are slices of NaN-filled buffers, whose surroundings must stay as they were.
 """
 
 from __future__ import annotations
@@ -212,6 +212,22 @@ def test_misfit_is_counted_and_remembered() -> None:
         assert (ref, misfits) == (0, 1)
         assert top == (127 + 40) << 7  # BF16 bits of 2^40
         assert 0x8000 - low == 127 << 7
+
+
+def test_references_follow_the_maxima_seen() -> None:
+    x = (make("normal", (64, 64)) * 2.0**9).to(DEVICE, torch.bfloat16)
+    views = V("mxfp4", "e5m2"), V("mxfp4", "e4m3")
+    state = p.new_state(2, DEVICE, 0)
+    p.produce(x, *views, row_state=state[0], col_state=state[1])
+    assert int(state[1, 3]) > 0, "E4M3 at reference 0 cannot hold 2^9"
+    p.advance(state, ["e5m2", "e4m3"])
+    top = int(torch.frexp(x.abs().amax().float()).exponent)
+    assert state.tolist() == [[top + 2 - 13, 0, 0, 0], [top + 2 - 6, 0, 0, 0]]
+    p.produce(x, *views, row_state=state[0], col_state=state[1])
+    assert state[:, 3].tolist() == [0, 0]
+    unseen = p.new_state(1, DEVICE, 5)
+    p.advance(unseen, ["e4m3"])
+    assert unseen.tolist() == [[5, 0, 0, 0]]
 
 
 def test_views_that_make_no_sense_are_refused() -> None:
