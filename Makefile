@@ -6,12 +6,13 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup report test lint clean
+.PHONY: help setup report test slurm lint clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 STUDY := smoke
 CORES := all
+SLURM := auto
 LOCK := requirements.txt requirements-nodeps.txt pyproject.toml
 
 # the first Python that is new enough and can make virtual environments
@@ -49,8 +50,18 @@ report: setup
 	@$(BIN)/snakemake --quiet rules --cores $(CORES) --profile local --config study=$(STUDY) -- report
 	@echo "report: results/$(STUDY)/report.html"
 
-test: setup
+test: setup slurm
 	@$(BIN)/python -m pytest -n $(or $(WORKERS),auto) --dist worksteal
+
+# tests/slurm start a Slurm of their own: as root on a Debian it is installed, elsewhere they are skipped
+slurm:
+	@if [ "$(SLURM)" = auto ] && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& ! PATH=$$PATH:/usr/sbin command -v slurmctld >/dev/null; then \
+		echo "test: installing slurm-wlm and munge (make test SLURM=no leaves them out)"; \
+		APT="apt-get -qq -o Acquire::http::Timeout=10 -o Acquire::Retries=1"; \
+		{ timeout 60 $$APT update && DEBIAN_FRONTEND=noninteractive timeout 300 $$APT -y install slurm-wlm munge; } \
+			>/dev/null 2>&1 || echo "test: Slurm could not be installed, its tests are skipped"; \
+	fi
 
 lint: setup
 	@$(BIN)/ruff check .

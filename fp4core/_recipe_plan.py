@@ -321,7 +321,8 @@ def missing_logs_message(logs: str, missing: list[str], shown: int = 20) -> str:
 
 def find_commands(root: str | Path) -> None:
     """Rules run ``python -m ...`` of this interpreter and this checkout, whatever the caller's PATH is."""
-    first = {"PATH": Path(sys.executable).parent, "PYTHONPATH": root}
+    programs = os.pathsep.join([str(Path(sys.executable).parent), f"{root}/workflow/scripts"])
+    first = {"PATH": programs, "PYTHONPATH": root}
     for name, folder in first.items():
         parts = [str(folder), *filter(None, [os.environ.get(name)])]
         os.environ[name] = os.pathsep.join(parts)
