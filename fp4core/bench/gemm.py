@@ -69,6 +69,20 @@ def variants(x: Tensor, w: Tensor) -> dict[str, tuple[Callable[[], Tensor], tupl
             (xc, wc, stripes),
         ),
     }
+    # Wgrad of BF16 carriers that were kept as they lie: both operands stored with the contraction outermost
+    xt, wt = xc.t().contiguous().t(), wc.t().contiguous().t()
+    made["triton bf16, stripes, both transposed"] = (
+        lambda: gemm.bf16_gemm(xt, wt, 1.0, xco, wco),
+        (xc, wc, stripes),
+    )
+    made["cublas bf16, device factor, both transposed"] = (
+        lambda: gemm.bf16_gemm(xt, wt, 1.0, xo, wo),
+        (xc, wc, xo.double() * wo.double()),
+    )
+    made["triton bf16, one factor (nvfp4)"] = (
+        lambda: gemm.triton_gemm(xn, wn, one, xo, wo, xn.new_empty(len(xn), len(wn))),
+        (xn, wn, xo.double() * wo.double()),
+    )
     return made
 
 

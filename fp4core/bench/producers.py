@@ -73,6 +73,11 @@ def cases() -> list[Case]:
         ),
         Case("operand hybrid W: mxfp4_w2d row, cta_w2d col", v("mxfp4_w2d", "e4m3"), v("nvfp4_cta_w2d")),
         Case(
+            "operand hybrid W: mxfp4_w2d row, cta_w2d col, kept",
+            v("mxfp4_w2d", "e4m3"),
+            v("nvfp4_cta_w2d", transposed=False),
+        ),
+        Case(
             "te dY: SR row, SR H16 col",
             v("nvfp4_te", rounding="stochastic"),
             v("nvfp4_te", rounding="stochastic", hadamard="fixed16", transposed=False),

@@ -22,7 +22,8 @@ from fp4core.kernels.views import (
     note_blocks,
     note_extremes,
     random_words,
-    row_mx_part,
+    random_words_of,
+    row_mx_done,
     row_nv,
     square_mx,
     square_nv,
@@ -44,10 +45,10 @@ def nv_domain(amax_ptr, outer_ptr, ALGORITHM: tl.constexpr, chunk, stripe):
 
 
 @triton.jit
-def row_words(
+def row_done(
     w,
     random,
-    state,
+    ref,
     amax,
     outer,
     ROW: tl.constexpr,
@@ -55,9 +56,9 @@ def row_words(
     SR: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """(unfinished row view of a 1D format, packed block maxima of MX formats)."""
+    """(row view of a 1D format ready to store, packed block maxima of MX formats)."""
     if is_mx_rule(ROW):
-        return row_mx_part(w, random, tl.load(state), ROW, CARRIER, SR, ASM)
+        return row_mx_done(w, random, ref, ROW, CARRIER, SR, ASM)
     else:
         return row_nv(w, random, amax, outer, ROW, SR, ASM), 0
 
@@ -156,6 +157,9 @@ def dual_kernel(
     row_words_left = K // (2 * PER_WORD) - first
     amax = 0.0
     outer = 0.0
+    row_ref = 0
+    if ROW != "none" and is_mx_rule(ROW):
+        row_ref = tl.load(row_state)
     if ROW != "none" and not is_mx_rule(ROW):
         amax, outer = nv_domain(row_amax_ptr, row_outer_ptr, ROW, chunk, 0 if ROW_SQUARE else token // 256)
     if ROW != "none" and (ROW_SQUARE or not ROW_T):
@@ -164,14 +168,14 @@ def dual_kernel(
                 v = square_mx(w, row_state, ROW, ROW_CARRIER, ASM)
             else:
                 v = square_nv(w, amax, outer, ROW, ASM)
+            row = finish_row(v, ROW_CARRIER, ASM)
         else:
             random = 0
             if ROW_SR:
                 random = random_words(sr_ptr, producer, token, feature, PLACES, G, W, False, T)
-            v, packed = row_words(w, random, row_state, amax, outer, ROW, ROW_CARRIER, ROW_SR, ASM)
+            row, packed = row_done(w, random, row_ref, amax, outer, ROW, ROW_CARRIER, ROW_SR, ASM)
             if is_mx_rule(ROW):
                 note_blocks(packed, row_state, ROW_CARRIER, ROW, ASM)
-        row = finish_row(v, ROW_CARRIER, ASM)
         put_rows(row_ptr, row, token, first, rows, row_words_left, ROW_STRIDE, ROW_VEC, one, 0, MASKED)
     if COL != "none":
         if SHARED:
@@ -206,22 +210,27 @@ def dual_kernel(
     if ROW != "none" and ROW_T and not ROW_SQUARE:
         top = tl.zeros([G, ROW_T // 2 if ASM else ROW_T, W // 16, 1], tl.int32)
         low = top
+        if ROW_SR:
+            seed = tl.load(sr_ptr)
+            step = tl.load(sr_ptr + 1)
+            first_token = tl.load(sr_ptr + 2)
         for part in tl.range(0, T // ROW_T):
             start = part * ROW_T
             piece = base + start * (K // 2)
             wp = load_any(piece, K // 2, G, W, VEC, one, rows - start, words, FP32, MASKED, ASM, ROW_T, T)
             if ROW_SR:
-                drawn = random_words(sr_ptr, producer, token + start, feature, PLACES, G, W, False, ROW_T, T)
+                drawn = random_words_of(
+                    seed, step, first_token, producer, token + start, feature, PLACES, G, W, False, ROW_T, T
+                )
             else:
                 drawn = 0
-            piece_v, packed_p = row_words(wp, drawn, row_state, amax, outer, ROW, ROW_CARRIER, ROW_SR, ASM)
+            part_row, part_packed = row_done(wp, drawn, row_ref, amax, outer, ROW, ROW_CARRIER, ROW_SR, ASM)
             if is_mx_rule(ROW):
-                top = max2(top, packed_p, ASM)
-                low = max2(low, (-2147450880 - packed_p) & 0x7FFF7FFF, ASM)
-            piece_row = finish_row(piece_v, ROW_CARRIER, ASM)
+                top = max2(top, part_packed, ASM)
+                low = max2(low, (-2147450880 - part_packed) & 0x7FFF7FFF, ASM)
             put_rows(
                 row_ptr,
-                piece_row,
+                part_row,
                 token + start,
                 first,
                 rows - start,

@@ -151,7 +151,7 @@ class Tile:
 def default_tile(operand: torch.dtype, result: torch.dtype) -> Tile:
     """Best of ``python -m fp4core.bench gemm --tune`` on an H200."""
     if operand in FP8:
-        return Tile(256, 128, 128)
+        return Tile(256, 128, 128, group=16)
     return Tile(128, 256, 64, halves=result == torch.float32, group=16)
 
 

@@ -217,54 +217,67 @@ def _stochastic_half(x, byte, c, t, CLAMP: tl.constexpr):
 
 
 @triton.jit
-def fp8_bytes(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
-    """Words whose bytes 1 and 3 are the FP8 bytes of the two halves of shifted BF16 words."""
+def fp8_bytes_signed(v, signs, CARRIER: tl.constexpr, ASM: tl.constexpr):
+    """Words whose bytes 1 and 3 are the FP8 bytes of shifted BF16 words ``v`` with the signs of ``signs``."""
     SHIFT: tl.constexpr = 3 if CARRIER == "e5m2" else 4
     moved = v << SHIFT
     if ASM:
         return tl.inline_asm_elementwise(
             "lop3.b32 $0, 0x7FFF7FFF, $1, $2, 0xCA;",
             "=r,r,r",
-            [moved, v],
+            [moved, signs],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
         )
     else:
-        return (moved & 0x7FFF7FFF) | (v & -2147450880)
+        return (moved & 0x7FFF7FFF) | (signs & -2147450880)
 
 
 @triton.jit
-def mx_round_stochastic(w, t, random, c, RULE: tl.constexpr, PAIR: tl.constexpr, ASM: tl.constexpr):
-    """Words of E2M1(c x) in shifted BF16, rounded with bytes 2 PAIR and 2 PAIR + 1 of the words ``random``.
+def fp8_bytes(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
+    """``fp8_bytes_signed`` with v's own signs."""
+    return fp8_bytes_signed(v, v, CARRIER, ASM)
+
+
+@triton.jit
+def with_signs(v, signs):
+    """Words of the magnitudes of ``v`` and the signs of ``signs``."""
+    return (v & 0x7FFF7FFF) | (signs & -2147450880)
+
+
+@triton.jit
+def mx_magnitudes_stochastic(w, t, random, c, RULE: tl.constexpr, PAIR: tl.constexpr, ASM: tl.constexpr):
+    """Words of |E2M1(c x)| in shifted BF16, rounded with bytes 2 PAIR, 2 PAIR + 1 of the words ``random``.
 
     One block scale per word (row blocks); places and bytes as in ``reference.philox``. The sum starts at
-    M = 2^13 x (start of y's binade), whose unit is step / 512; see ``nv.nv_carrier_stochastic``.
+    M = 2^13 x (start of y's binade), whose unit is step / 512; see ``nv.nv_carrier_stochastic``. The binade
+    comes from the packed product: 1.5 x (eight significant bits) rounded to eight bits never reaches the next
+    power of two, so the rounding does not disturb it.
     """
     CLAMP: tl.constexpr = can_exceed(RULE)
     if ASM:
         cf = high_f32(c)
-        # 64 s x 2^7 = 2^13 s: start of the lowest binade of the sum
-        floor = high_f32(t) * 128.0
+        k = mul2(c, 0x46004600 + tl.zeros_like(c), True)  # 2^13 c
+        floor = mul2(t, 0x43004300 + tl.zeros_like(t), True)  # 64 s x 2^7 = 2^13 s
         pick_low = tl.full([1] * len(w.shape), 2 << (16 * PAIR), tl.int32)
         pick_high = tl.full([1] * len(w.shape), 2 << (16 * PAIR + 8), tl.int32)
-        CUT: tl.constexpr = "min.NaN.f32 a, a, s; min.NaN.f32 b, b, s;" if CLAMP else ""
+        six = high_f32(t) * 0.09375 if CLAMP else cf  # 6 s
+        CUT: tl.constexpr = "min.NaN.f32 a, a, $8; min.NaN.f32 b, b, $8;" if CLAMP else ""
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, p, q, y, z, s;
-            mul.f32 s, $3, 0f3A400000;
-            shl.b32 a, $2, 16;
-            and.b32 b, $2, 0xFFFF0000;
-            mul.f32 p, a, $5;
-            mul.f32 q, b, $5;
-            max.NaN.f32 p, p, $3;
-            max.NaN.f32 q, q, $3;
-            lop3.b32 p, p, 0x7F800000, 1, 0xEA;
-            lop3.b32 q, q, 0x7F800000, 1, 0xEA;
-            dp4a.u32.u32 y, $6, $7, p;
-            dp4a.u32.u32 z, $6, $8, q;
-            fma.rz.f32 a, a, $4, y;
-            fma.rz.f32 b, b, $4, z;
+            .reg .b32 a, b, p, q, y, z;
+            mul.rn.bf16x2 p, $1, $4;
+            max.NaN.bf16x2 p, p, $2;
+            shl.b32 a, $1, 16;
+            and.b32 b, $1, 0xFFFF0000;
+            and.b32 p, p, 0x7F807F80;
+            lop3.b32 q, p, 0xFFFF0000, 1, 0xEA;
+            mad.lo.u32 p, p, 65536, 1;
+            dp4a.u32.u32 y, $5, $6, p;
+            dp4a.u32.u32 z, $5, $7, q;
+            fma.rz.f32 a, a, $3, y;
+            fma.rz.f32 b, b, $3, z;
             lop3.b32 a, a, 0xFFFFFE00, 1, 0xEA;
             lop3.b32 b, b, 0xFFFFFE00, 1, 0xEA;
             sub.f32 a, a, p;
@@ -272,11 +285,10 @@ def mx_round_stochastic(w, t, random, c, RULE: tl.constexpr, PAIR: tl.constexpr,
             """
             + CUT
             + """
-            prmt.b32 a, a, b, 0x7632;
-            lop3.b32 $0, 0x7FFF7FFF, a, $1, 0xCA;
+            prmt.b32 $0, a, b, 0x7632;
             }""",
             "=r,r,r,r,r,r,r,r,r",
-            [w, magnitudes(w), floor, cf, cf * 8192.0, random, pick_low, pick_high],
+            [magnitudes(w), floor, cf, k, random, pick_low, pick_high, six],
             dtype=tl.int32,
             is_pure=True,
             pack=1,
@@ -286,4 +298,4 @@ def mx_round_stochastic(w, t, random, c, RULE: tl.constexpr, PAIR: tl.constexpr,
         high = _stochastic_half(
             high_f32(w), (random >> (16 * PAIR + 8)) & 0xFF, high_f32(c), high_f32(t), CLAMP
         )
-        return (pack_exact(low, high) & 0x7FFF7FFF) | (w & -2147450880)
+        return pack_exact(low, high)

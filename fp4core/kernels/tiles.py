@@ -2,8 +2,9 @@
 
 Shapes as in ``device``: ``w_GTW`` is [G, T, W]. The layout that makes all of this cheap is one warp per
 group, with a thread holding all T tokens of its words: ``load_words`` asks for it by telling the compiler
-that only VEC words are contiguous. Block maxima along tokens, the rotation and the packing of tokens then need no
-exchange between threads; row blocks need shuffles among the few lanes of a block, two rows at a time.
+that only VEC words are contiguous. Block maxima along tokens, the rotation and the packing of tokens
+then need no exchange between threads; row blocks need shuffles among the few lanes of a block, two rows at a
+time.
 """
 
 # ruff: noqa: RET505  Triton compiles what follows a constexpr branch unless it is in its else
@@ -46,7 +47,7 @@ def _row_pointers(
 @triton.jit
 def load_words(
     base,
-    STRIDE: tl.constexpr,
+    STRIDE,
     G: tl.constexpr,
     W: tl.constexpr,
     VEC: tl.constexpr,

@@ -19,16 +19,19 @@ from fp4core.kernels.device import (
     halves_max,
     high_f32,
     low_f32,
+    permute_bytes,
     philox4x32,
     reduce_max2,
 )
 from fp4core.kernels.mx import (
     fp8_bytes,
+    fp8_bytes_signed,
     mx_bounds,
     mx_constants,
+    mx_magnitudes_stochastic,
     mx_round,
-    mx_round_stochastic,
     mx_threshold,
+    with_signs,
 )
 from fp4core.kernels.nv import nv_block_safe, nv_carrier, nv_carrier_stochastic
 from fp4core.kernels.tiles import (
@@ -55,18 +58,24 @@ def note_blocks(packed, state, CARRIER: tl.constexpr, RULE: tl.constexpr, ASM: t
 
 @triton.jit
 def lowness(packed, ASM: tl.constexpr):
-    """Packed maximum along axis 1 of 0x8000 - m over nonzero m, 0 where all are zero: large where m is small."""
+    """Packed maximum along axis 1 of 0x8000 - m over nonzero m, large where m is small; 0 if all are 0."""
     return reduce_max2((-2147450880 - packed) & 0x7FFF7FFF, 1, ASM)
 
 
 @triton.jit
 def note_extremes(top, low, state, CARRIER: tl.constexpr, RULE: tl.constexpr, ASM: tl.constexpr):
     """``note_blocks`` from packed maxima and packed ``lowness``, of equal shape."""
+    first, last = mx_bounds(tl.load(state), CARRIER, RULE)
+    record_extremes(top, low, state, first, last, ASM)
+
+
+@triton.jit
+def record_extremes(top, low, state, first, last, ASM: tl.constexpr):
+    """``note_extremes`` against given bounds of the maxima's BF16 bits."""
     both = (halves_max(top, ASM) & 0xFFFF) | (halves_max(low, ASM) & -65536)
     both = tl.max(reduce_max2(tl.reshape(both, [both.numel]), 0, ASM))
     top = both & 0xFFFF
     low = (both >> 16) & 0xFFFF
-    first, last = mx_bounds(tl.load(state), CARRIER, RULE)
     misfit = (top > last) | ((low > 0) & (0x8000 - low < first))
     if (top > tl.load(state + 1)) | (low > tl.load(state + 2)) | misfit:
         tl.atomic_max(state + 1, top, sem="relaxed")
@@ -80,10 +89,11 @@ def _exchange(a, b, BIT: tl.constexpr):
     G: tl.constexpr = a.shape[0]
     N: tl.constexpr = a.shape[1]
     W: tl.constexpr = a.shape[2]
-    upper = tl.reshape(tl.arange(0, W) & BIT, [1, 1, W]) != 0
-    sent = tl.reshape(tl.where(upper, a, b), [G, N, W // (2 * BIT), 2, BIT])
-    received = tl.reshape(sent ^ tl.xor_sum(sent, 3, keep_dims=True), [G, N, W])
-    return tl.where(upper, received, a), tl.where(upper, b, received)
+    upper = tl.reshape(0 - ((tl.arange(0, W) // BIT) & 1), [1, 1, W])  # all ones where BIT is set
+    sent = tl.reshape(tl.where(upper != 0, a, b), [G, N, W // (2 * BIT), 2, BIT])
+    both = tl.broadcast_to(tl.xor_sum(sent, 3, keep_dims=True), [G, N, W // (2 * BIT), 2, BIT])
+    both = tl.reshape(both, [G, N, W])  # own ^ other: turns one into the other
+    return a ^ (both & upper), b ^ (both & ~upper)
 
 
 @triton.jit
@@ -109,10 +119,40 @@ def random_words(
     their 4 x 4 words (token by word) in two exchanges. CHUNKS: the G parts of the tile are neighbouring
     pieces of 2 W features of the same tokens; otherwise groups start SPAN tokens apart (T where 0).
     """
+    return random_words_of(
+        tl.load(sr),
+        tl.load(sr + 1),
+        tl.load(sr + 2),
+        PRODUCER,
+        token,
+        feature,
+        FEATURES,
+        G,
+        W,
+        CHUNKS,
+        T,
+        SPAN,
+    )
+
+
+@triton.jit
+def random_words_of(
+    seed,
+    step,
+    first_token,
+    PRODUCER,
+    token,
+    feature,
+    FEATURES: tl.constexpr,
+    G: tl.constexpr,
+    W: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    T: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """``random_words`` from loaded scalars, so that a loop makes the key schedule once."""
     L: tl.constexpr = W // 2
-    seed = tl.load(sr)
-    step = tl.load(sr + 1)
-    first = (tl.load(sr + 2) + token) * (FEATURES // 16) + feature // 16
+    first = (first_token + token) * (FEATURES // 16) + feature // 16
     lane = tl.arange(0, L)[None, None, :]
     g = tl.arange(0, G)[:, None, None]
     t = tl.arange(0, T // 4)[None, :, None] * 4 + lane % 4
@@ -142,7 +182,7 @@ def random_words(
 
 
 @triton.jit
-def _spread_column(a, w):
+def spread_column(a, w):
     """[G, NT, 1, W] repeated over the tokens of a block: w's shape [G, T, W]."""
     G: tl.constexpr = w.shape[0]
     W: tl.constexpr = w.shape[2]
@@ -179,29 +219,55 @@ def finish_column(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def row_mx_part(
+def _row_mx_halves(
     w, random, ref, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr
 ):
-    """(row view of an MX format, unfinished: words [G, T, W] in shifted BF16; packed maxima)."""
+    """(even words' values, odd words' values, packed maxima); magnitudes only where SR."""
     amax, packed = row_amax(w, 32, ASM)
     c, c64, ct = mx_constants(ref, CARRIER, RULE)
     t = mx_threshold(amax, ct, RULE, ASM)
     w0, w1 = split_words(w)
     if SR:
-        v0 = mx_round_stochastic(w0, t, random, c, RULE, 0, ASM)
-        v1 = mx_round_stochastic(w1, t, random, c, RULE, 1, ASM)
+        v0 = mx_magnitudes_stochastic(w0, t, random, c, RULE, 0, ASM)
+        v1 = mx_magnitudes_stochastic(w1, t, random, c, RULE, 1, ASM)
     else:
         v0 = mx_round(w0, t, c, c64, RULE, ASM)
         v1 = mx_round(w1, t, c, c64, RULE, ASM)
-    return join_words(v0, v1), packed
+    return v0, v1, packed
+
+
+@triton.jit
+def row_mx_done(
+    w, random, ref, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr
+):
+    """(row view of an MX format ready to store, packed maxima for ``note_blocks``)."""
+    v0, v1, packed = _row_mx_halves(w, random, ref, RULE, CARRIER, SR, ASM)
+    w0, w1 = split_words(w)
+    if CARRIER == "bf16":
+        if SR:
+            v0 = with_signs(v0, w0)
+            v1 = with_signs(v1, w1)
+        return join_words(v0, v1), packed
+    else:
+        if SR:
+            b0 = fp8_bytes_signed(v0, w0, CARRIER, ASM)
+            b1 = fp8_bytes_signed(v1, w1, CARRIER, ASM)
+        else:
+            b0 = fp8_bytes(v0, CARRIER, ASM)
+            b1 = fp8_bytes(v1, CARRIER, ASM)
+        return permute_bytes(b0, b1, 0x7531, ASM), packed
 
 
 @triton.jit
 def row_mx(w, random, state, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr):
-    """Row view of an MX format, unfinished; its maxima go to ``state``."""
-    v, packed = row_mx_part(w, random, tl.load(state), RULE, CARRIER, SR, ASM)
+    """Row view of an MX format, unfinished (words [G, T, W] in shifted BF16); its maxima go to ``state``."""
+    v0, v1, packed = _row_mx_halves(w, random, tl.load(state), RULE, CARRIER, SR, ASM)
     note_blocks(packed, state, CARRIER, RULE, ASM)
-    return v
+    if SR:
+        w0, w1 = split_words(w)
+        v0 = with_signs(v0, w0)
+        v1 = with_signs(v1, w1)
+    return join_words(v0, v1)
 
 
 @triton.jit
@@ -211,7 +277,7 @@ def column_mx(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, HADAMARD: tl.
     amax = column_amax(x, 32, ASM)
     note_blocks(amax, state, CARRIER, RULE, ASM)
     c, c64, ct = mx_constants(tl.load(state), CARRIER, RULE)
-    t = _spread_column(mx_threshold(amax, ct, RULE, ASM), w)
+    t = spread_column(mx_threshold(amax, ct, RULE, ASM), w)
     return mx_round(x, t, c, c64, RULE, ASM)
 
 
@@ -264,10 +330,10 @@ def column_nv(
     block = column_amax(x, 16, ASM)
     m0, s0 = nv_block_safe(low_f32(block), amax, outer, ALGORITHM, False, ASM)
     m1, s1 = nv_block_safe(high_f32(block), amax, outer, ALGORITHM, False, ASM)
-    m0 = _spread_column(m0, w)
-    m1 = _spread_column(m1, w)
-    s0 = _spread_column(s0, w)
-    s1 = _spread_column(s1, w)
+    m0 = spread_column(m0, w)
+    m1 = spread_column(m1, w)
+    s0 = spread_column(s0, w)
+    s1 = spread_column(s1, w)
     if SR:
         x0, x1 = split_words(x)
         a0, a1 = split_words(m0)

@@ -197,6 +197,18 @@ def test_views_equal_the_reference(kind: str, shape: tuple[int, int], pair: str)
     check(kind, shape, pair, fp32=False)
 
 
+@pytest.mark.parametrize("row_tokens", [0, 8, 16])
+@pytest.mark.parametrize("tokens", [16, 32])
+def test_every_tile_gives_the_same_bytes(tokens: int, row_tokens: int) -> None:
+    x = make("normal", (96, 160)).to(DEVICE, torch.bfloat16)
+    sr = p.SR(torch.tensor([SEED, STEP, TOKEN], dtype=torch.int64, device=DEVICE), PRODUCER)
+    views = V("nvfp4_cta", rounding="stochastic"), V("nvfp4", hadamard="fixed16")
+    first = p.produce(x, *views, sr=sr)
+    again = p.produce(x, *views, sr=sr, tile=p.Tile(tokens=tokens, row_tokens=row_tokens % tokens))
+    for a, b in zip(first, again):
+        assert torch.equal(a.data.view(torch.int16), b.data.view(torch.int16))
+
+
 @pytest.mark.parametrize("pair", ["mx_w2d", "cta_w2d"])
 def test_fp32_input_is_rounded_first(pair: str) -> None:
     check("normal", (96, 160), pair, fp32=True)
