@@ -33,8 +33,8 @@ def library() -> ctypes.CDLL | None:
 
 
 @functools.cache
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=torch.float32, device=device)
+def _beta(value: float, device: torch.device) -> Tensor:
+    return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
 def _check(status: int, call: str) -> None:
@@ -51,13 +51,14 @@ def _matrix(x: Tensor) -> tuple[bool, int]:
     raise ValueError(f"product: got strides {x.stride()}, needed one stride of 1")
 
 
-def product(a: Tensor, b: Tensor, alpha: Tensor, out: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, alpha: Tensor, out: Tensor, accumulate: bool = False) -> Tensor:
     """out [M, N] = alpha[0] (a [M, K] b [N, K]^T), rounded once to out's type.
 
     Args:
         a, b: BF16, row-major or a transposed view of row-major.
         alpha: FP32 [1] on the device.
         out: BF16 or FP32, unit stride along N.
+        accumulate: add the product to what ``out`` holds.
     """
     (m, k), n = a.shape, b.shape[0]
     a_t, lda = _matrix(a)
@@ -87,7 +88,7 @@ def product(a: Tensor, b: Tensor, alpha: Tensor, out: Tensor) -> Tensor:
             ctypes.c_void_p(a.data_ptr()),
             _TYPE[a.dtype],
             lda,
-            ctypes.c_void_p(_zero(out.device).data_ptr()),
+            ctypes.c_void_p(_beta(float(accumulate), out.device).data_ptr()),
             ctypes.c_void_p(out.data_ptr()),
             _TYPE[out.dtype],
             out.stride(0),

@@ -233,6 +233,10 @@ def norm_backward_kernel(
             _store_columns_chunks(out, u, T // PER_COL, G)
 
 
+# registers per thread of the backward kernel: more warps hide more than the spills cost
+REGISTERS: int | None = 168
+
+
 def _planes(weight: Tensor) -> Tensor:
     """FP32 [2, HIDDEN / 2] of a norm's weight: even features, then odd."""
     return weight.detach().float().view(-1, 2).t().contiguous()
@@ -339,6 +343,7 @@ def norm_backward(
         G=chunks,
         W=64,
         num_warps=chunks,
+        maxnreg=REGISTERS,
     )
     dw = partial.sum(0).t().reshape(-1)
     return dx, y_out, row_out, col_out, dw

@@ -5,7 +5,7 @@
 
 in FP32 with one rounding to BF16. qkv is [T, N], N = (H + 2 G') 128 features of H query, G' key and G' value
 heads; V is not rotated. position = token mod S. Word tiles as in ``device``; a tile is as wide as a head, and its
-halves meet by an exchange between lanes. The table is FP32 [S, 32, 4]: cos of features 2 j and 2 j + 1, then sin.
+halves meet by an exchange between lanes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from fp4core.kernels._launch import packed_instructions
 from fp4core.kernels.device import high_f32, low_f32, pack_rne
 from fp4core.kernels.fused_silu import groups_per_tile, store_gradient_views, words
-from fp4core.kernels.producers import CARRIERS, View, rule
+from fp4core.kernels.producers import View, rule
 from fp4core.kernels.tiles import load_words, store_rows
 from fp4core.kernels.views import random_words
 
@@ -72,8 +72,8 @@ def _turn(w, other, place, sign, table_ptr, ASM: tl.constexpr):
 
 
 @triton.jit
-def rotate_words(w, table_ptr, position, BACK: tl.constexpr, VEC: tl.constexpr, one, ASM: tl.constexpr):
-    """Words [G, 32, 64] of whole heads, rotated by the angle of their positions (BACK: by minus it)."""
+def rotate_back(w, table_ptr, position, VEC: tl.constexpr, one, ASM: tl.constexpr):
+    """Words [G, 32, 64] of whole heads, rotated by minus the angle of their positions."""
     G: tl.constexpr = w.shape[0]
     pairs = tl.reshape(w, [G, 32, 2, 32])
     other = tl.reshape(pairs ^ tl.xor_sum(pairs, 2, keep_dims=True), [G, 32, 64])
@@ -81,16 +81,22 @@ def rotate_words(w, table_ptr, position, BACK: tl.constexpr, VEC: tl.constexpr, 
     f = tl.multiple_of(tl.max_contiguous(f, (1, 1, VEC)), (1, 1, VEC))
     t = tl.arange(0, G)[:, None, None] * 32 + tl.arange(0, 32)[None, :, None]
     place = (position + t) * 32 + f % 32
-    # first half: a cos - b sin, second half: b cos + a sin
-    upper = f >= 32
-    sign = tl.where(upper == BACK, -2147483648, 0) + tl.zeros_like(place)
+    # first half: a cos + b sin, second half: b cos - a sin
+    sign = tl.where(f >= 32, -2147483648, 0) + tl.zeros_like(place)
     return _turn(w, other, place, sign, table_ptr, ASM)
+
+
+@triton.jit
+def _plane(planes_ptr, position, PLANE: tl.constexpr, G: tl.constexpr, VEC: tl.constexpr, one):
+    """FP32 [G, 32, 32]: a plane of the table for the tokens from ``position`` on."""
+    words = planes_ptr.to(tl.pointer_type(tl.int32)) + position * 128 + PLANE * 32
+    return load_words(words, 128, G, 32, VEC, one).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["one"])
 def rope_forward_kernel(
     qkv_ptr,
-    table_ptr,
+    planes_ptr,
     S,
     one,
     N: tl.constexpr,
@@ -100,17 +106,32 @@ def rope_forward_kernel(
     G: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Rotate the first HEADS heads of qkv [T, N] in place. S a multiple of 32 G; heads of 128 features."""
+    """Rotate the first HEADS heads of qkv [T, N] in place. S a multiple of 32 G; heads of 128 features.
+
+    Planes FP32 [S, 4, 32] (cos of even, of odd features, then sin) stay in registers for all heads of a program.
+    """
     GROUPS: tl.constexpr = HEADS // PER_PROGRAM
     pid = tl.program_id(0)
     token = (pid // GROUPS) * (32 * G)
     head = (pid % GROUPS) * PER_PROGRAM
     position = token % S
+    c0 = _plane(planes_ptr, position, 0, G, VEC, one)
+    c1 = _plane(planes_ptr, position, 1, G, VEC, one)
+    s0 = _plane(planes_ptr, position, 2, G, VEC, one)
+    s1 = _plane(planes_ptr, position, 3, G, VEC, one)
     base = qkv_ptr + token.to(tl.int64) * (N // 2) + head * 64
     for i in range(PER_PROGRAM):
         place = base + i * 64
-        w = load_words(place, N // 2, G, 64, VEC, one)
-        store_rows(place, rotate_words(w, table_ptr, position, False, VEC, one, ASM), N // 2, VEC, one)
+        a = load_words(place, N // 2, G, 32, VEC, one)
+        b = load_words(place + 32, N // 2, G, 32, VEC, one)
+        a0 = low_f32(a)
+        a1 = high_f32(a)
+        b0 = low_f32(b)
+        b1 = high_f32(b)
+        first = pack_rne(a0 * c0 - b0 * s0, a1 * c1 - b1 * s1, ASM)
+        second = pack_rne(b0 * c0 + a0 * s0, b1 * c1 + a1 * s1, ASM)
+        store_rows(place, first, N // 2, VEC, one)
+        store_rows(place + 32, second, N // 2, VEC, one)
 
 
 @triton.jit(do_not_specialize=["one", "producer"])
@@ -158,7 +179,7 @@ def rope_backward_kernel(
         head = head0 + i
         w = load_words(base + head.to(tl.int64) * HEAD_STRIDE, TOKEN_STRIDE, G, 64, VEC, one)
         if ROTATE:
-            w = rotate_words(w, table_ptr, position, True, VEC, one, ASM)
+            w = rotate_back(w, table_ptr, position, VEC, one, ASM)
         feature = head * 128
         if RULE == "none":
             out = row_ptr + token.to(tl.int64) * (N // 2) + feature // 2
@@ -173,9 +194,16 @@ def rope_backward_kernel(
             )  # fmt: skip
 
 
-def rope_table(cos: Tensor, sin: Tensor) -> Tensor:
-    """FP32 [S, 32, 4] of FP32 cos, sin [S, 64]: what a word of two features needs, side by side."""
-    return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), dim=2)
+def rope_table(cos: Tensor, sin: Tensor, *, planes: bool) -> Tensor:
+    """FP32 cos, sin [S, 64] in the kernels' order: even and odd entries of cos, then of sin.
+
+    ``planes``: [S, 4, 32], for ``rope_forward_``; else [S, 32, 4], for ``rope_backward``.
+    """
+    return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), dim=1 if planes else 2)
+
+
+# registers per thread of the backward kernel: more warps hide more than the spills cost
+REGISTERS: int | None = 168
 
 
 def check_rope(length: int, head_dim: int) -> None:
@@ -191,17 +219,17 @@ def _heads_per_program(heads: int) -> int:
     return next(n for n in (8, 4, 2, 1) if heads % n == 0)
 
 
-def rope_forward_(qkv: Tensor, heads: int, length: int, table: Tensor) -> Tensor:
+def rope_forward_(qkv: Tensor, heads: int, length: int, planes: Tensor) -> Tensor:
     """Rotate the first ``heads`` heads (128 features each) of BF16 [T, N] in place; returns it.
 
-    The T tokens are sequences of ``length``; the table is ``rope_table``'s, of that many positions.
+    The T tokens are sequences of ``length``; planes are ``rope_table``'s, of that many positions.
     """
     check_rope(length, 128)
     t = qkv.shape[0]
     g, per = groups_per_tile(length), _heads_per_program(heads)
     rope_forward_kernel[(t // (32 * g) * (heads // per),)](
         words(qkv, qkv),
-        table,
+        planes,
         length,
         1,
         N=qkv.stride(0),
@@ -231,7 +259,7 @@ def rope_backward(
 
     Args:
         d: BF16 [B, heads, S, 128], any strides with the last axis contiguous.
-        table: of ``rope_table``.
+        table: of ``rope_table(..., planes=False)``.
         rotate: True for dQ and dK.
         row, col: views of one MX format; None writes the rotated gradient itself to ``row_out``.
         row_out: [T, heads * 128] slice of the joint row carrier (or BF16 matrix) [T, N].
@@ -273,4 +301,5 @@ def rope_backward(
         G=g,
         VEC=2,
         num_warps=g,
+        maxnreg=REGISTERS,
     )

@@ -17,10 +17,20 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4core.kernels._launch import packed_instructions
-from fp4core.kernels.device import high_f32, low_f32, pack_rne
+from fp4core.kernels.device import high_f32, low_f32, pack_rne, reduce_max2
+from fp4core.kernels.mx import mx_bounds, mx_constants, mx_round, mx_threshold
 from fp4core.kernels.producers import CARRIERS, View, rule
-from fp4core.kernels.tiles import load_words, store_columns, store_rows
-from fp4core.kernels.views import column_mx, finish_column, finish_row, random_words, row_mx
+from fp4core.kernels.tiles import column_amax, load_words, rotate_tokens, store_columns, store_rows
+from fp4core.kernels.views import (
+    column_mx,
+    finish_column,
+    finish_row,
+    lowness,
+    random_words,
+    record_extremes,
+    row_mx,
+    spread_column,
+)
 
 
 @triton.jit
@@ -55,18 +65,18 @@ def silu_mul_words(g, u, ASM: tl.constexpr):
 
 
 @triton.jit
-def gradient_words(which, dh, g, u, ASM: tl.constexpr):
-    """Words of dg (which = 0) or du = dh silu(g) (which = 1), chosen at run time."""
-    g0 = low_f32(g)
-    g1 = high_f32(g)
-    s0 = sigmoid(g0, ASM)
-    s1 = sigmoid(g1, ASM)
-    d0 = low_f32(dh)
-    d1 = high_f32(dh)
-    gate0 = (d0 * low_f32(u)) * (s0 * (1.0 + g0 * (1.0 - s0)))
-    gate1 = (d1 * high_f32(u)) * (s1 * (1.0 + g1 * (1.0 - s1)))
-    low = tl.where(which == 0, gate0, d0 * (g0 * s0))
-    high = tl.where(which == 0, gate1, d1 * (g1 * s1))
+def _turn(which, b, g, u, ASM: tl.constexpr):
+    """FP32 dg = b u silu'(g) (which = 0, b = dh), else b silu(g): du (b = dh) or h (b = u)."""
+    s = sigmoid(g, ASM)
+    gate = (b * u) * (s * (1.0 + g * (1.0 - s)))
+    return tl.where(which == 0, gate, b * (g * s))
+
+
+@triton.jit
+def turn_words(which, b, g, u, ASM: tl.constexpr):
+    """Words of ``_turn``."""
+    low = _turn(which, low_f32(b), low_f32(g), low_f32(u), ASM)
+    high = _turn(which, high_f32(b), high_f32(g), high_f32(u), ASM)
     return pack_rne(low, high, ASM)
 
 
@@ -160,9 +170,7 @@ def silu_backward_kernel(
     SR: tl.constexpr,
     COL: tl.constexpr,
     HADAMARD: tl.constexpr,
-    H_RULE: tl.constexpr,
     H_COL: tl.constexpr,
-    H_HADAMARD: tl.constexpr,
     ASM: tl.constexpr,
     G: tl.constexpr,
     W: tl.constexpr,
@@ -171,8 +179,10 @@ def silu_backward_kernel(
     """Row and column views of [dg | du] ([T, 2 F] and [2 F, T]) and the column view of h [F, T].
 
     RULE "none" stores dg, du, h in BF16 [T, F] to row_ptr, col_ptr, h_ptr instead. T a multiple of 32 G, F of 2 W.
-    dg and du take turns in a loop that stays a loop: unrolled, the code outgrows the instruction cache (128 KB)
-    and the kernel runs three times slower. The second turn finds its inputs in the first-level cache.
+
+    dg, du and h take turns in a loop that stays a loop, with column code that takes the carrier at run time:
+    unrolled, the code outgrows the instruction cache (128 KB) and the kernel runs up to four times slower. Later
+    turns find their inputs in the first-level cache. COL and H_COL are both FP8, or both BF16.
     """
     TILES: tl.constexpr = F // (2 * W)
     pid = tl.program_id(0)
@@ -181,32 +191,65 @@ def silu_backward_kernel(
     feature = pf * (2 * W)
     place = token.to(tl.int64) * GU + pf * W
     flat = token.to(tl.int64) * (F // 2) + pf * W
-    h = silu_mul_words(
-        load_words(g_ptr + place, GU, G, W, VEC, one), load_words(u_ptr + place, GU, G, W, VEC, one), ASM
-    )
-    if RULE == "none":
-        store_rows(h_ptr + flat, h, F // 2, VEC, one)
-    else:
-        hc = finish_column(column_mx(h, h_state, H_RULE, H_COL, H_HADAMARD, ASM), H_COL, ASM)
-        PER_WORD: tl.constexpr = 2 if H_COL == "bf16" else 4
-        out = h_ptr + feature.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
-        store_columns(out, hc, T // PER_WORD, False, 0, 0)
-    for which in range(0, 1 + one):
+    for which in range(2 + one):
         g = load_words(g_ptr + place, GU, G, W, VEC, one)
         u = load_words(u_ptr + place, GU, G, W, VEC, one)
-        dh = load_words(dh_ptr + flat, F // 2, G, W, VEC, one)
-        d = gradient_words(which, dh, g, u, ASM)
+        # du = dh silu(g) and h = u silu(g) are one formula with another factor
+        b = load_words(
+            tl.where(which == 2, u_ptr + place, dh_ptr + flat),
+            tl.where(which == 2, GU, F // 2),
+            G,
+            W,
+            VEC,
+            one,
+        )
+        d = turn_words(which, b, g, u, ASM)
         if RULE == "none":
-            store_rows((row_ptr if which == 0 else col_ptr) + flat, d, F // 2, VEC, one)
+            out = tl.where(which == 0, row_ptr, tl.where(which == 1, col_ptr, h_ptr))
+            store_rows(out + flat, d, F // 2, VEC, one)
         else:
-            random = 0
-            if SR:
-                producer = tl.where(which == 0, gate_producer, up_producer)
-                random = random_words(sr_ptr, producer, token, feature, F, G, W)
-            store_gradient_views(
-                d, random, row_ptr, col_ptr, row_state, col_state, token, feature + which * F, T, one,
-                2 * F, RULE, ROW, COL, SR, HADAMARD, VEC, ASM,
-            )  # fmt: skip
+            if which < 2:
+                random = 0
+                if SR:
+                    producer = tl.where(which == 0, gate_producer, up_producer)
+                    random = random_words(sr_ptr, producer, token, feature, F, G, W)
+                v = finish_row(row_mx(d, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
+                ROW_STRIDE: tl.constexpr = F if ROW == "bf16" else F // 2
+                ROW_VEC: tl.constexpr = VEC if ROW == "bf16" else VEC // 2
+                out = row_ptr + token.to(tl.int64) * ROW_STRIDE + which * (ROW_STRIDE // 2) + pf * v.shape[2]
+                store_rows(out, v, ROW_STRIDE, ROW_VEC, one)
+            PER_WORD: tl.constexpr = 2 if COL == "bf16" else 4
+            stride = T // PER_WORD
+            out = tl.where(which == 2, h_ptr, col_ptr + stride.to(tl.int64) * (which * F))
+            out += feature.to(tl.int64) * stride + token // PER_WORD
+            state = tl.where(which == 2, h_state, col_state)
+            narrow = tl.where(which == 2, H_COL == "e4m3", COL == "e4m3")
+            store_columns(out, _column(d, state, narrow, RULE, COL, HADAMARD, ASM), stride, False, 0, 0)
+
+
+@triton.jit
+def _column(
+    w, state, narrow, RULE: tl.constexpr, CARRIER: tl.constexpr, HADAMARD: tl.constexpr, ASM: tl.constexpr
+):
+    """Column view, ready to store, in BF16 (CARRIER), or in E4M3 (``narrow``) or E5M2 as chosen at run time.
+
+    E4M3's shifted BF16 is E5M2's with a reference eight steps higher, and its byte lies one bit lower.
+    """
+    if CARRIER == "bf16":
+        return finish_column(column_mx(w, state, RULE, "bf16", HADAMARD, ASM), "bf16", ASM)
+    else:
+        x = rotate_tokens(w, HADAMARD, ASM)
+        amax = column_amax(x, 32, ASM)
+        ref = tl.load(state)
+        first5, last5 = mx_bounds(ref, "e5m2", RULE)
+        first4, last4 = mx_bounds(ref, "e4m3", RULE)
+        first = tl.where(narrow, first4, first5)
+        last = tl.where(narrow, last4, last5)
+        record_extremes(reduce_max2(amax, 1, ASM), lowness(amax, ASM), state, first, last, ASM)
+        c, c64, ct = mx_constants(ref + tl.where(narrow, 8, 0), "e5m2", RULE)
+        v = mx_round(x, spread_column(mx_threshold(amax, ct, RULE, ASM), x), c, c64, RULE, ASM)
+        v = (v & -2147450880) | ((v << tl.where(narrow, 1, 0)) & 0x7FFF7FFF)
+        return finish_column(v, "e5m2", ASM)
 
 
 def words(t: Tensor | None, like: Tensor) -> Tensor:
@@ -230,6 +273,10 @@ def check_shape(name: str, tokens: int, features: int) -> None:
             f"{name}: got {tokens} tokens x {features} features; needed multiples of 32 and 128 (the unfused path "
             "takes any)"
         )
+
+
+# registers per thread of the backward kernel: more warps hide more than the spills cost
+REGISTERS: int | None = 168
 
 
 def silu_forward(gate: Tensor, up: Tensor, view: View | None, state: Tensor | None) -> Tensor:
@@ -277,7 +324,7 @@ def silu_backward(
         dh: BF16 [T, F], contiguous.
         gate, up: as in ``silu_forward``.
         row, col: views of dg and du, of one MX format; None (with h_col None) gives dg, du, h in BF16 [T, F].
-        h_col: column view of h, an MX format.
+        h_col: column view of h, of the same format and rotation as ``col``; FP8 where ``col`` is.
         states: int32 [4] of row, col and h_col.
         sr: random state, producers of dg's and du's row views; for a stochastic ``row``.
     """
@@ -312,13 +359,12 @@ def silu_backward(
         SR=row is not None and row.rounding == "stochastic",
         COL="bf16" if col is None else col.carrier,
         HADAMARD="none" if col is None else col.hadamard,
-        H_RULE="none" if h_col is None else rule(h_col.format),
         H_COL="bf16" if h_col is None else h_col.carrier,
-        H_HADAMARD="none" if h_col is None else h_col.hadamard,
         ASM=packed_instructions(dh.device),
         G=g,
         W=64,
         VEC=2,
         num_warps=g,
+        maxnreg=REGISTERS,
     )
     return outs[0], outs[1], outs[2]

@@ -244,6 +244,7 @@ def bf16_gemm(
     outer_b: Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """C [M, N] = alpha outer_a[i] outer_b[j] (A B^T), BF16 operands, FP32 sums, rounded once to ``dtype``.
 
@@ -253,6 +254,7 @@ def bf16_gemm(
         outer_a, outer_b: FP32 on the device: [1], or one per 256 rows of the operand; None is 1.
         dtype: BF16 or FP32.
         out: where to write, [M, N] with unit stride along N.
+        accumulate: add the product to what ``out`` holds (FP32, to sum several products before rounding).
 
     Raises:
         ValueError: shapes or types that do not fit.
@@ -264,7 +266,9 @@ def bf16_gemm(
         factor = constant(alpha, a.device)
         for outer in (outer_a, outer_b):
             factor = factor if outer is None else factor * outer
-        return _cublas.product(a, b, factor, out)
+        return _cublas.product(a, b, factor, out, accumulate)
+    if accumulate:
+        return out.add_(bf16_gemm(a, b, alpha, outer_a, outer_b, dtype))
     one = _one(a.device)
     return triton_gemm(
         a,

@@ -104,7 +104,7 @@ def _forward(
     _, rows, rstd1 = norm_forward(qkv_group, flat, None, norms[0], eps)
     qkv = _project(qkv_group, rows, weights[:3])
     rotated = (weights[0].shape[0] + weights[1].shape[0]) // _HEAD
-    fused_rope.rope_forward_(qkv, rotated, length, fused_rope.rope_table(cos, sin))
+    fused_rope.rope_forward_(qkv, rotated, length, fused_rope.rope_table(cos, sin, planes=True))
     attended, lse = attention_forward(*_heads(qkv, weights, batch))
     mixed = attended.transpose(1, 2).reshape(flat.shape[0], -1)
     rows, _ = encode(o_group, mixed, X_ROW, None, state, o_group.producers[0])
@@ -188,7 +188,7 @@ def _backward(
     grads = attention_backward(
         dmixed.view(shape).transpose(1, 2), q, k, v, mixed.view(shape).transpose(1, 2), lse
     )
-    rows, cols = rope_backward(qkv_group, grads, fused_rope.rope_table(cos, sin), state)
+    rows, cols = rope_backward(qkv_group, grads, fused_rope.rope_table(cos, sin, planes=False), state)
     dnormed = sum_of_products(rows, encode_weights(qkv_group, weights[:3]).columns)
     dx, normed, _, _, dnorm1 = norm_backward(
         qkv_group, None, dnormed, x.reshape(-1, hidden), dstream, norms[0], rstd1, state

@@ -16,7 +16,7 @@ from fp4core import formats
 from fp4core.kernels.producers import CARRIERS, SR, Produced, View, produce
 from fp4core.ops.carrier_gemm import Carrier
 from fp4core.ops.carrier_groups import Group, Weights
-from fp4core.ops.carrier_plan import DY_COL, DY_ROW, W_COL, W_ROW, X_COL, X_ROW, is_mx
+from fp4core.ops.carrier_plan import DY_COL, DY_ROW, W_COL, W_ROW, X_COL, X_ROW, constant_of, is_mx
 from fp4core.ops.quantize import SRKey, quantize
 from fp4core.recipe import Operand
 
@@ -137,46 +137,37 @@ def encode_gradients(
 ) -> tuple[list[Carrier], list[Carrier]]:
     """Carriers of the output gradients [T, N_i] of a group's linears.
 
-    FP8 views of several linears lie side by side in one operand, so that the list has one carrier [T, sum N] for
-    Dgrad; column carriers [N_i, T] stay one per linear.
+    MX row views of several linears lie side by side in one operand [T, sum N], so that Dgrad is one product; others,
+    whose outer scales differ, and column carriers [N_i, T] stay one per linear.
     """
     row, col = (DY_ROW if rows else None), (DY_COL if cols else None)
-    apart = not is_mx(g.operands[DY_ROW]) or g.operands[DY_COL].rounding == "stochastic"
+    ragged = any(n % 32 for dy in grads for n in dy.shape)
+    apart = not is_mx(g.operands[DY_ROW]) or g.operands[DY_COL].rounding == "stochastic" or ragged
     if len(grads) == 1 or not rows or apart:
         pairs = [encode(g, dy, row, col, state, p) for dy, p in zip(grads, g.producers)]
         return [r for r, _ in pairs if r is not None], [c for _, c in pairs if c is not None]
     views = [v for v in (row, col) if v is not None]
 
     def make() -> tuple[list[Carrier], list[Carrier]]:
-        fp8 = g.plan.kinds[DY_ROW] != "bf16"
         t = grads[0].shape[0]
         total = sum(dy.shape[1] for dy in grads)
-        joint = grads[0].new_empty((t, total), dtype=CARRIERS[g.plan.kinds[DY_ROW]]) if fp8 else None
-        made_rows, made_cols, at = [], [], 0
+        joint = grads[0].new_empty((t, total), dtype=CARRIERS[g.plan.kinds[DY_ROW]])
+        made_cols, at = [], 0
         for dy, producer in zip(grads, g.producers):
             sr = SR(state, producer + DY_ROW) if g.operands[DY_ROW].rounding == "stochastic" else None
-            whole = dy.shape[0] % 32 == 0 and dy.shape[1] % 32 == 0
-            if fp8 and not whole:
-                raise ValueError(
-                    f"carrier: got a gradient of shape {tuple(dy.shape)} in a group of linears; needed multiples of "
-                    "32, or the linears called one by one"
-                )
-            r, c = produce(
+            _, c = produce(
                 dy,
                 row=view_of(g, DY_ROW),
                 col=None if col is None else view_of(g, DY_COL),
                 row_state=g.state[DY_ROW],
                 col_state=None if col is None else g.state[DY_COL],
                 sr=sr,
-                row_out=joint[:, at : at + dy.shape[1]] if fp8 else None,
+                row_out=joint[:, at : at + dy.shape[1]],
             )
             at += dy.shape[1]
-            made_rows.append(carrier_of(r, _ref(g, DY_ROW)))
             if c is not None:
                 made_cols.append(carrier_of(c, _ref(g, DY_COL)))
-        if fp8:
-            made_rows = [Carrier(joint, _ref(g, DY_ROW), made_rows[0].constant)]
-        return made_rows, made_cols
+        return [Carrier(joint, _ref(g, DY_ROW), constant_of(g.operands[DY_ROW]))], made_cols
 
     return settled(g, [v for v in views if g.operands[v].format != "bf16"], make)
 
@@ -230,8 +221,8 @@ def _joint_rows(g: Group, weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def _joint_columns(g: Group, weights: Sequence[Tensor]) -> Tensor | None:
-    """Room for W^T of all linears side by side, where Dgrad is one FP8 product."""
-    if g.plan.kinds[W_COL] == "bf16" or any(n % 32 for w in weights for n in w.shape):
+    """Room for W^T of all linears side by side, where Dgrad is one product: MX formats."""
+    if not is_mx(g.operands[W_COL]) or any(n % 32 for w in weights for n in w.shape):
         return None
     total = sum(w.shape[0] for w in weights)
     return weights[0].new_empty((weights[0].shape[1], total), dtype=CARRIERS[g.plan.kinds[W_COL]])
@@ -244,7 +235,7 @@ def _encode_weight(
     if row == col and row.format == "bf16":
         return _plain(w.to(torch.bfloat16), W_ROW), _plain(w.to(torch.bfloat16), W_COL)
     shared = row == col and formats.get(row.format).two_d and view_of(g, W_ROW) == view_of(g, W_COL)
-    if shared and g.plan.kinds[W_ROW] == "bf16":
+    if shared and g.plan.kinds[W_ROW] == "bf16" and col_out is None:
         r, _ = produce(w, row=view_of(g, W_ROW), row_state=g.state[W_ROW], row_out=row_out)
         rows = carrier_of(r, _ref(g, W_ROW))
         # one array serves both contractions: a BF16 product reads either layout
@@ -260,7 +251,11 @@ def _encode_weight(
         col_out=col_out,
     )
     r = _plain(w.to(torch.bfloat16), W_ROW) if made[0] is None else carrier_of(made[0], _ref(g, W_ROW))
-    c = _plain(w.to(torch.bfloat16), W_COL) if made[1] is None else carrier_of(made[1], _ref(g, W_ROW if shared else W_COL))
+    c = (
+        _plain(w.to(torch.bfloat16), W_COL)
+        if made[1] is None
+        else carrier_of(made[1], _ref(g, W_ROW if shared else W_COL))
+    )
     return r, c
 
 

@@ -60,14 +60,17 @@ def _scale(exponent: int, constant: float, device: torch.device) -> Tensor:
     return _scale_table(constant, device)[exponent - _LOW, :1]
 
 
-def contract(a: Carrier, b: Carrier, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """A B^T in ``dtype`` (BF16 or FP32) [M, N]; into ``out`` where given."""
+def contract(
+    a: Carrier, b: Carrier, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False
+) -> Tensor:
+    """A B^T in ``dtype`` (BF16 or FP32) [M, N]; into ``out`` where given, added to it when ``accumulate``."""
     if not (a.fp8 and b.fp8) or (a.data.dtype == b.data.dtype == torch.float8_e5m2):
         a, b = a.widened(), b.widened()
     constant = a.constant * b.constant
     device = a.data.device
-    if device.type != "cuda":
-        return _emulated(a, b, dtype, out)
+    if device.type != "cuda" or (accumulate and a.fp8):
+        product = _emulated(a, b, dtype) if device.type != "cuda" else contract(a, b, dtype)
+        return product if out is None else out.add_(product) if accumulate else out.copy_(product)
     if a.fp8:
         if out is None and any(n % 16 for n in (*a.data.shape, b.data.shape[0])):
             whole = contract(_aligned(a), _aligned(b), dtype)
@@ -75,7 +78,8 @@ def contract(a: Carrier, b: Carrier, dtype: torch.dtype, out: Tensor | None = No
         # a power of two and the constant: their product is exact in FP32, whatever order it is taken in
         scales = _scale(a.ref, 1.0, device), _scale(b.ref, constant, device)
         return fp8_gemm(a.data, b.data, *scales, dtype, out)
-    return bf16_gemm(a.data, b.data, constant * 2.0 ** (a.ref + b.ref), a.outer, b.outer, dtype, out)
+    alpha = constant * 2.0 ** (a.ref + b.ref)
+    return bf16_gemm(a.data, b.data, alpha, a.outer, b.outer, dtype, out, accumulate)
 
 
 def _aligned(c: Carrier) -> Carrier:
@@ -85,15 +89,14 @@ def _aligned(c: Carrier) -> Carrier:
     return Carrier(data, c.ref, c.constant, c.outer)
 
 
-def _emulated(a: Carrier, b: Carrier, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def _emulated(a: Carrier, b: Carrier, dtype: torch.dtype) -> Tensor:
     acc = (a.data.double() @ b.data.double().t()).float()
     scale = torch.tensor(a.constant * b.constant * 2.0 ** (a.ref + b.ref), dtype=torch.float32)
     if a.outer is not None or b.outer is not None:
         alpha = _per_row(a.outer, acc.shape[0])
         beta = _per_row(b.outer, acc.shape[1])
         scale = alpha[:, None] * beta[None, :] * scale
-    result = (acc * scale).to(dtype)
-    return result if out is None else out.copy_(result)
+    return (acc * scale).to(dtype)
 
 
 def _per_row(outer: Tensor | None, rows: int) -> Tensor:
@@ -109,7 +112,7 @@ def sum_of_products(lefts: list[Carrier], rights: list[Carrier]) -> Tensor:
     lefts, rights = _split(lefts, rights), _split(rights, lefts)
     total = contract(lefts[0], rights[0], torch.float32)
     for a, b in zip(lefts[1:], rights[1:]):
-        total += contract(a, b, torch.float32)
+        contract(a, b, torch.float32, total, accumulate=True)
     return total.to(torch.bfloat16)
 
 

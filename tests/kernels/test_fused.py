@@ -154,7 +154,8 @@ def test_rope_rotates_and_gives_both_views_of_its_gradient(length, rotate):
     batch, heads = 2, 3
     angle = torch.rand(length, 64, generator=torch.Generator().manual_seed(7)) * 6
     cos, sin = angle.cos().to(DEVICE), angle.sin().to(DEVICE)
-    table = fused_rope.rope_table(cos, sin)
+    planes = fused_rope.rope_table(cos, sin, planes=True)
+    table = fused_rope.rope_table(cos, sin, planes=False)
     tokens, width = batch * length, heads * 128
 
     def turned(x: torch.Tensor, sign: float) -> torch.Tensor:
@@ -164,7 +165,7 @@ def test_rope_rotates_and_gives_both_views_of_its_gradient(length, rotate):
 
     qkv = draw(tokens, width + 128)
     want = torch.cat((turned(qkv[:, :width], 1.0), qkv[:, width:]), dim=1)
-    got = fused_rope.rope_forward_(qkv.clone(), heads, length, table)
+    got = fused_rope.rope_forward_(qkv.clone(), heads, length, planes)
     assert (got == want).float().mean() > 0.999 and same(got[:, width:], want[:, width:])
 
     d = draw(tokens, width, scale=0.1, seed=8)
