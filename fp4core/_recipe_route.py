@@ -33,6 +33,10 @@ _ONE_D = (
     "ue5m3",
 )
 _TWO_D = ("mxfp4_w2d", "nvfp4_w2d", "nvfp4_te_w2d", "nvfp4_cta_w2d", "ue5m3_w2d")
+# formats whose tensor amax may be sampled and held, and the block scale that this amax is mapped to
+_SAMPLED = ("ue5m3", "ue5m3_w2d")
+_TARGET, _LARGEST_TARGET = 448.0, 61440.0
+LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 def operand_formats() -> tuple[str, ...]:
@@ -47,6 +51,12 @@ class Operand:
     format: str = entry(doc="format name, or bf16 for none", allowed=operand_formats)
     rounding: Rounding = entry("nearest", doc="stochastic is for dY only")
     hadamard: Hadamard = entry("none", doc="along tokens, for both operands of Wgrad or for neither")
+    scale_target: float | None = entry(
+        None,
+        doc="ue5m3 only: block scale of the tensor's largest block, 448 unless given",
+        above=0.0,
+        max=_LARGEST_TARGET,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +92,13 @@ class LinearRecipe:
     wgrad: Wgrad
 
 
+def _linear_names() -> tuple[str, ...]:
+    return LINEARS
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockGroup:
-    """Consecutive blocks that share one LinearRecipe."""
+    """Consecutive blocks that share one LinearRecipe, save for the linears named in ``linears``."""
 
     layers: tuple[int, int] = entry(
         doc="first and last block, from 1, both included, of reference_depth", min=1
@@ -92,6 +106,13 @@ class BlockGroup:
     fprop: Fprop = entry(doc="Y = X Wᵀ")
     dgrad: Dgrad = entry(doc="dX = dY W")
     wgrad: Wgrad = entry(doc="dW = dYᵀ X")
+    linears: dict[str, LinearRecipe] = dataclasses.field(
+        default_factory=dict,
+        metadata={
+            "doc": "linears of these blocks that differ, with all their operands",
+            "keys": _linear_names,
+        },
+    )
 
     @property
     def linear(self) -> LinearRecipe:
@@ -112,6 +133,11 @@ class Recipe:
         "fp4core", doc="te: Transformer Engine's own, where it runs"
     )
     reference_depth: int = entry(32, doc="number of blocks that layers counts in", min=1)
+    amax_interval: int | None = entry(
+        None,
+        doc="ue5m3 only: steps from one sample of the held tensor amax to the next; null: every step",
+        min=1,
+    )
     order: int = entry(1000, doc="place in tables; equal places are sorted by slug", min=0)
     note: str = entry("", doc="anything a reader should know")
 
@@ -133,33 +159,46 @@ class Recipe:
             starts.append(max(starts[-1] + 1, depth - scaled))
         return tuple(starts)
 
-    def for_block(self, i0: int, depth: int) -> LinearRecipe:
-        """Recipe of block ``i0`` (from 0) in a model of ``depth`` blocks. Raises ValueError out of range."""
+    def for_block(self, i0: int, depth: int, linear: str | None = None) -> LinearRecipe:
+        """Recipe of block ``i0`` (from 0) in a model of ``depth`` blocks. Raises ValueError out of range.
+
+        Of its linears in general, or of the one called ``linear`` (q, k, v, o, gate, up, down).
+        """
         if not 0 <= i0 < depth:
             raise ValueError(f"route {self.route}: got block {i0}, needed 0 to {depth - 1}")
-        index = max(k for k, start in enumerate(self.starts(depth)) if start <= i0)
-        return self.groups[index].linear
+        group = self.groups[max(k for k, start in enumerate(self.starts(depth)) if start <= i0)]
+        return group.linears.get(linear, group.linear)
 
     def canonical(self) -> dict[str, Any]:
         """What can change a number, and nothing else; neighbours with equal content are merged."""
         merged: list[dict[str, Any]] = []
         for group in self.groups:
-            plain = to_plain(group)
+            plain = _without_absent(to_plain(group))
             layers = plain.pop("layers")
             if merged and merged[-1]["linear"] == plain:
                 merged[-1]["layers"][1] = layers[1]
             else:
                 merged.append({"layers": layers, "linear": plain})
+        sampled = {} if self.amax_interval is None else {"amax_interval": self.amax_interval}
         return {
             "implementation": self.implementation,
             "reference_depth": self.reference_depth,
             "groups": merged,
+            **sampled,
         }
 
     @property
     def hash(self) -> str:
         """First 12 hex digits of the SHA-256 of ``canonical()`` as sorted JSON."""
         return digest(self.canonical())
+
+
+def _without_absent(plain: Any) -> Any:
+    """Plain data without what says nothing: no scale target, no differing linears."""
+    if not isinstance(plain, dict):
+        return plain
+    empty = {"scale_target": None, "linears": {}}
+    return {k: _without_absent(v) for k, v in plain.items() if k not in empty or v != empty[k]}
 
 
 def digest(content: Any) -> str:
@@ -197,7 +236,9 @@ def recipe_from_dict(data: Any, where: str = "recipe") -> Recipe:
                 where, f"{key}.layers", f"got [{first}, {last}], which {what}; needed to start at {expected}"
             )
         expected = last + 1
-        _check_group(group, where, key)
+        _check_linear(group.linear, where, key)
+        for name, linear in group.linears.items():
+            _check_linear(linear, where, f"{key}.linears.{name}")
     depth = recipe.reference_depth
     if expected != depth + 1:
         what = (
@@ -211,11 +252,16 @@ def recipe_from_dict(data: Any, where: str = "recipe") -> Recipe:
             f"groups[{len(recipe.groups) - 1}].layers",
             f"got last block {last}, needed {depth}: {what}",
         )
+    linears = [linear for group in recipe.groups for linear in (group.linear, *group.linears.values())]
+    if recipe.amax_interval is not None and not any(
+        operand.format in _SAMPLED for linear in linears for _, _, operand in operands(linear)
+    ):
+        fail(where, "amax_interval", f"got {recipe.amax_interval}, but no operand is {' or '.join(_SAMPLED)}")
     return recipe
 
 
-def _check_group(group: BlockGroup, where: str, key: str) -> None:
-    for contraction, name, operand in operands(group.linear):
+def _check_linear(linear: LinearRecipe, where: str, key: str) -> None:
+    for contraction, name, operand in operands(linear):
         place = f"{key}.{contraction}.{name}"
         if operand.rounding == "stochastic":
             if name != "dy":
@@ -234,6 +280,12 @@ def _check_group(group: BlockGroup, where: str, key: str) -> None:
                 f"{place}.hadamard",
                 f"got {operand.hadamard} in {contraction}; allowed: none (only wgrad contracts over tokens)",
             )
+        if operand.scale_target is not None and operand.format not in _SAMPLED:
+            fail(
+                where,
+                f"{place}.scale_target",
+                f"got {operand.scale_target} for {operand.format}; allowed for {', '.join(_SAMPLED)} only",
+            )
         if operand.format in _TWO_D and name != "w":
             one_d = operand.format.removesuffix("_w2d")
             fail(
@@ -241,7 +293,7 @@ def _check_group(group: BlockGroup, where: str, key: str) -> None:
                 f"{place}.format",
                 f"got {operand.format}, a weight format, for {name}; needed e.g. {one_d}",
             )
-    dy, x = group.wgrad.dy.hadamard, group.wgrad.x.hadamard
+    dy, x = linear.wgrad.dy.hadamard, linear.wgrad.x.hadamard
     if dy != x:
         fail(
             where,

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from fp4core.ops import spec as specs
+from fp4core.ops.held import HeldAmax
 from fp4core.ops.linear import Linear
-from fp4core.recipe import LinearRecipe, Recipe, load_recipe
+from fp4core.recipe import Recipe, load_recipe
 
 # Order of the layer index in the random key; changing it changes every stochastic run.
 BODY_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -35,12 +37,20 @@ def convert(model: nn.Module, recipe: Recipe | str, *, backend: str = "auto") ->
     blocks = _body(model)
     depth = len(blocks)
     _check_depth(model, depth)
-    plan = [(block, recipe.for_block(block, depth)) for block in range(depth)]
     made = [
-        (blocks[block][name][0], name, _replacement(blocks[block][name][1], linear, block, index, backend))
-        for block, linear in plan
+        (
+            blocks[block][name][0],
+            name,
+            _replacement(blocks[block][name][1], recipe, block, depth, index, backend),
+        )
+        for block in range(depth)
         for index, name in enumerate(BODY_LINEARS)
     ]
+    model.held_amax = None
+    if recipe.amax_interval is not None:
+        model.held_amax = HeldAmax(depth * specs.LINEARS, recipe.amax_interval)
+        for _, _, layer in made:
+            layer.spec = specs.with_table(layer.spec, model.held_amax.number)
     for parent, name, layer in made:
         setattr(parent, name, layer)
     set_sr_state(model, seed=0, step=0)
@@ -128,8 +138,9 @@ def _check_depth(model: nn.Module, depth: int) -> None:
             )
 
 
-def _replacement(old: nn.Linear, recipe: LinearRecipe, block: int, index: int, backend: str) -> Linear:
+def _replacement(old: nn.Linear, recipe: Recipe, block: int, depth: int, index: int, backend: str) -> Linear:
     has_bias, k, n = old.bias is not None, old.in_features, old.out_features
-    new = Linear(k, n, recipe, block, index, has_bias, backend=backend, device="meta")
+    linear = recipe.for_block(block, depth, BODY_LINEARS[index].removesuffix("_proj"))
+    new = Linear(k, n, linear, block, index, has_bias, backend=backend, device="meta")
     new.weight, new.bias = old.weight, old.bias
     return new.train(old.training)

@@ -107,7 +107,7 @@ class Linear(nn.Linear):
     ``sr_state`` (int64 [3], not in the state_dict) holds seed, step and the global index of the batch's first
     token; a forward pass keeps the one it saw. ``fp4core.convert`` shares one among all layers and
     ``fp4core.set_sr_state`` replaces it. ``ue5m3`` operands take the tensor's own amax at every
-    call, which is a sampling interval of one step.
+    call unless a trainer samples and holds it (``fp4core.ops.held``).
     """
 
     def __init__(

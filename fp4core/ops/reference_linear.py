@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fp4core import formats
+from fp4core.ops import held
 from fp4core.ops import spec as specs
 from fp4core.recipe import Operand
 from fp4core.reference import SRKey, fake_quant_2d, rotate
@@ -26,30 +27,38 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Operands:
-    """Decodes operands of one layer call with its random state."""
+    """Decodes operands of one layer call with its random state and held maxima."""
 
-    def __init__(self, state: Tensor) -> None:
+    def __init__(self, state: Tensor, spec: str) -> None:
         self.seed, self.step, self.token = state.tolist()
+        self.spec = spec
 
-    def decode(self, x: Tensor, op: Operand, producer: int, axis: int) -> Tensor:
-        """FP32 values of x [R, C] with blocks (and Hadamard) along ``axis``, in x's layout."""
+    def decode(self, x: Tensor, op: Operand, producer: int, axis: int, column: int) -> Tensor:
+        """FP32 values of x [R, C] with blocks (and Hadamard) along ``axis``, in x's layout.
+
+        ``column``: which of the layer's held maxima it may use (``held.X``, ``held.W``, ``held.DY``).
+        """
         if op.format == "bf16":
             return rotate(x.to(_BF16).float(), op.hadamard, axis)
         key = None
         if op.rounding == "stochastic":
             key = SRKey(self.seed, self.step, producer, self.token * x.shape[1])
-        return fake_quant_2d(x, formats.get(op.format), axis=axis, hadamard=op.hadamard, key=key)
+        amax = held.reference(x.to(_BF16), op, self.spec, producer, column)
+        fmt = formats.get(op.format)
+        return fake_quant_2d(x, fmt, axis=axis, hadamard=op.hadamard, key=key, held_amax=amax)
 
 
 @torch.library.custom_op("fp4core::reference_linears", mutates_args=())
 def linears(x: Tensor, weights: list[Tensor], state: Tensor, spec: str, producers: list[int]) -> list[Tensor]:
     """Y_i = Qr(X) Qr(W_i)^T in BF16 [T, N_i]; arguments as in ``fp4core.ops.linear``."""
-    fprop, operands, outputs = specs.decode(spec).fprop, _Operands(state), []
+    fprop, operands, outputs = specs.decode(spec).fprop, _Operands(state, spec), []
     x_TK = None
     for w_NK, producer in zip(weights, producers):
         if x_TK is None or fprop.x.rounding == "stochastic":
-            x_TK = operands.decode(x, fprop.x, producer + specs.ROW_X, _ROW)
-        outputs.append(_matmul(x_TK, operands.decode(w_NK, fprop.w, producer, _ROW).t()).to(_BF16))
+            x_TK = operands.decode(x, fprop.x, producer + specs.ROW_X, _ROW, held.X)
+        w_NK = operands.decode(w_NK, fprop.w, producer, _ROW, held.W)
+        outputs.append(_matmul(x_TK, w_NK.t()).to(_BF16))
+    held.share_x(spec, producers)
     return outputs
 
 
@@ -70,22 +79,22 @@ def _backward(
     need_w: list[bool],
 ) -> list[Tensor]:
     """[dX BF16 [T, K], dW_i in the weight's dtype [N_i, K], ...]; empty [0] where not needed."""
-    recipe, operands = specs.decode(spec), _Operands(state)
+    recipe, operands = specs.decode(spec), _Operands(state, spec)
     dx_TK = x_TK = None
     dws = []
     for dy_TN, w_NK, producer, needed in zip(grads, weights, producers, need_w):
         if need_x:
-            row_dy = operands.decode(dy_TN, recipe.dgrad.dy, producer + specs.ROW_DY, _ROW)
-            column_w = operands.decode(w_NK, recipe.dgrad.w, producer, _COLUMN)
+            row_dy = operands.decode(dy_TN, recipe.dgrad.dy, producer + specs.ROW_DY, _ROW, held.DY)
+            column_w = operands.decode(w_NK, recipe.dgrad.w, producer, _COLUMN, held.W)
             # FP32 sum over the linears of one input, rounded once below
             dx = _matmul(row_dy, column_w)
             dx_TK = dx if dx_TK is None else dx_TK.add_(dx)
         if not needed:
             dws.append(w_NK.new_empty(0))
             continue
-        column_dy = operands.decode(dy_TN, recipe.wgrad.dy, producer + specs.COLUMN_DY, _COLUMN)
+        column_dy = operands.decode(dy_TN, recipe.wgrad.dy, producer + specs.COLUMN_DY, _COLUMN, held.DY)
         if x_TK is None or recipe.wgrad.x.rounding == "stochastic":
-            x_TK = operands.decode(x, recipe.wgrad.x, producer + specs.COLUMN_X, _COLUMN)
+            x_TK = operands.decode(x, recipe.wgrad.x, producer + specs.COLUMN_X, _COLUMN, held.X)
         dws.append(_matmul(column_dy.t(), x_TK).to(w_NK.dtype))
     return [x.new_empty(0) if dx_TK is None else dx_TK.to(_BF16), *dws]
 

@@ -4,7 +4,8 @@ Custom ops take tensors, numbers and strings; a string also reads well in a trac
 
     fprop x=mxfp4 w=mxfp4_w2d; dgrad dy=mxfp4:stochastic w=mxfp4_w2d; wgrad dy=mxfp4:nearest:fixed32 x=...
 
-An operand is ``format[:rounding[:hadamard]]``; what is left out is ``nearest`` and ``none``.
+An operand is ``format[:rounding[:hadamard[:scale_target]]]``; what is left out is ``nearest``, ``none`` and
+the format's own target. A last part ``amax NUMBER`` names the table of held maxima (``fp4core.ops.held``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ ROW_DY, COLUMN_DY, ROW_X, COLUMN_X = range(VIEWS)
 # Linear layers of a block in the order of their index: q k v o gate up down, and room for one more.
 LINEARS = 8
 
+_TABLE = "amax"
 _CONTRACTIONS = (("fprop", Fprop, ("x", "w")), ("dgrad", Dgrad, ("dy", "w")), ("wgrad", Wgrad, ("dy", "x")))
 
 
@@ -43,10 +45,23 @@ def decode(text: str) -> LinearRecipe:
         found: dict[str, dict[str, Operand]] = {}
         for part in text.split("; "):
             contraction, *pairs = part.split(" ")
-            found[contraction] = dict(_operand_pair(pair) for pair in pairs)
+            if contraction != _TABLE:
+                found[contraction] = dict(_operand_pair(pair) for pair in pairs)
         return LinearRecipe(**{name: kind(**found[name]) for name, kind, _ in _CONTRACTIONS})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"got {text!r}, needed the text of fp4core.ops.spec.encode ({error})") from None
+
+
+def with_table(text: str, number: int) -> str:
+    """The text with the number of a table of held maxima; ``decode`` gives the same recipe."""
+    return f"{text}; {_TABLE} {number}"
+
+
+@functools.lru_cache(maxsize=1024)
+def table(text: str) -> int | None:
+    """Number of the table of held maxima that the text names, or None."""
+    last = text.rpartition("; ")[2].split(" ")
+    return int(last[1]) if last[0] == _TABLE else None
 
 
 def is_plain_bf16(recipe: LinearRecipe) -> bool:
@@ -57,11 +72,15 @@ def is_plain_bf16(recipe: LinearRecipe) -> bool:
 
 
 def _operand_text(op: Operand) -> str:
-    if op.hadamard != "none":
-        return f"{op.format}:{op.rounding}:{op.hadamard}"
-    return op.format if op.rounding == "nearest" else f"{op.format}:{op.rounding}"
+    target = "" if op.scale_target is None else repr(op.scale_target)
+    parts = [op.format, op.rounding, op.hadamard, target]
+    defaults = ["", "nearest", "none", ""]
+    while parts[-1] == defaults[len(parts) - 1]:
+        parts.pop()
+    return ":".join(parts)
 
 
 def _operand_pair(pair: str) -> tuple[str, Operand]:
     name, value = pair.split("=")
-    return name, Operand(*value.split(":"))
+    form, rounding, hadamard, target = [*value.split(":"), *["nearest", "none", ""][value.count(":") :]]
+    return name, Operand(form, rounding, hadamard, float(target) if target else None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import fp4core
 from fp4core.model.build import build_model, materialise
+from fp4core.ops.held import held_amax
 from fp4core.recipe import Recipe, Study
 
 from .distributed import World, shard
@@ -95,10 +97,20 @@ class Engine:
             self.model, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
         )
         self.guard = step_guard(self.model, study.backend, world.device.type)
+        self.amax = held_amax(self.model)
 
-    def resume(self, step: int) -> None:
-        """Go on after `step` updates, once weights and moments are in place."""
+    def resume(self, step: int, record: dict[str, Any]) -> None:
+        """Go on after `step` updates, once weights and moments are in place.
+
+        `record` is the checkpoint's manifest; ValueError when the route holds maxima and it has none.
+        """
         set_progress(self.optimizer, step=step)
+        if self.amax is not None:
+            self.amax.load(record.get("held_amax") or {})
+
+    def extra_state(self) -> dict[str, Any]:
+        """State beside weights and moments, as JSON: the held maxima of routes that have them."""
+        return {} if self.amax is None else {"held_amax": self.amax.state()}
 
     @property
     def tokens_per_step(self) -> int:
@@ -151,11 +163,15 @@ class Engine:
         # FSDP2 averages over ranks, so each rank's share is scaled up by their number
         scale = self.world.size / self.tokens_per_step
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        if self.amax is not None:
+            self.amax.begin(step)
         for inputs, targets, offset in self.micro_batches(step):
             fp4core.set_sr_state(self.model, self.seed, step, offset)
             losses = self.model(inputs, targets).float()
             (losses.sum() * scale).backward()
             total += losses.detach().double().sum()
+        if self.amax is not None:
+            self.amax.finish(lambda values: self.world.reduce(*values, op="max"))
         return float(total)
 
 

@@ -127,7 +127,7 @@ class _Trajectory:
         differences = self.identity.differences(record)
         if differences:
             raise ValueError(f"{self.checkpoints.path(step)}: of another run: {'; '.join(differences)}")
-        self.engine.resume(step)
+        self.engine.resume(step, record)
         self.metrics.resume(step)
         self.wall_s = record["wall_s"]
         return step
@@ -173,6 +173,7 @@ class _Trajectory:
             "wall_s": self.wall_s,
             "world_size": self.world.size,
             "model": to_dict(self.study.model),
+            **self.engine.extra_state(),
         }
         self.checkpoints.save(step, self.engine.model, self.engine.optimizer, state)
         self.save_seconds = time.perf_counter() - began

@@ -77,7 +77,7 @@ def test_every_block_gets_its_recipe_and_name(route, depth):
         for index, name in enumerate(BODY_LINEARS):
             layer = getattr(block.self_attn, name, None) or getattr(block.mlp, name)
             assert (layer.block, layer.index) == (number, index)
-            assert layer.recipe == recipe.for_block(number, depth)
+            assert layer.recipe == recipe.for_block(number, depth, name.removesuffix("_proj"))
             found.add(layer.producer)
     assert len(found) == 7 * depth
 

@@ -28,6 +28,7 @@ ROUTES = {
     "operand_hybrid_h16": "operand_h16",
     "operand_hybrid_h32": "operand_h32",
     "depth_hybrid_global_27_5": None,
+    "ue5m3": None,
 }
 
 # "format[+sr][+hadamard]" of Fprop X, W · Dgrad dY, W · Wgrad dY, X, in the first and in the last block
@@ -37,6 +38,7 @@ _NV = "nvfp4 nvfp4_w2d nvfp4+sr nvfp4_w2d nvfp4 nvfp4"
 _CTA = "nvfp4_cta nvfp4_cta_w2d nvfp4_cta+sr nvfp4_cta_w2d nvfp4_cta nvfp4_cta"
 _CTA16 = "nvfp4_cta nvfp4_cta_w2d nvfp4_cta+sr nvfp4_cta_w2d nvfp4_cta+fixed16 nvfp4_cta+fixed16"
 _TE = "nvfp4_te nvfp4_te_w2d nvfp4_te+sr nvfp4_te_w2d nvfp4_te+sr+fixed16 nvfp4_te+fixed16"
+_UE = "ue5m3 ue5m3_w2d ue5m3+sr ue5m3_w2d ue5m3+sr ue5m3"
 _BF = "bf16 bf16 bf16 bf16 bf16 bf16"
 _OP16 = "mxfp4 mxfp4_w2d nvfp4_cta+sr nvfp4_cta_w2d mxfp4+plain16 mxfp4+plain16"
 _OP32 = "mxfp4 mxfp4_w2d nvfp4_cta+sr nvfp4_cta_w2d mxfp4+fixed32 mxfp4+fixed32"
@@ -53,6 +55,7 @@ CONTENT = {
     "operand_hybrid_h16": (_OP16, _OP16),
     "operand_hybrid_h32": (_OP32, _OP32),
     "depth_hybrid_global_27_5": (_NV, _MX),
+    "ue5m3": (_UE, _UE),
 }
 
 
@@ -69,7 +72,7 @@ def test_shipped_routes_are_the_ledger_in_its_order():
     assert {r: recipe.load_recipe(r).published_key for r in recipe.list_routes()} == ROUTES
     assert recipe.list_routes() == list(ROUTES)
     excluded = [r for r in ROUTES if not recipe.load_recipe(r).in_report]
-    assert excluded == ["depth_hybrid_global_27_5"]
+    assert excluded == ["depth_hybrid_global_27_5", "ue5m3"]
     assert [r for r in ROUTES if recipe.load_recipe(r).implementation == "te"] == [
         "te_nvfp4",
         "te_nvfp4_bf16x4",
@@ -103,6 +106,14 @@ def test_tail_scales_with_depth_and_keeps_a_block(route, depth, tail):
     first, last = CONTENT[route]
     found = [spell(loaded.for_block(i, depth)) for i in range(depth)]
     assert found == [first] * (depth - tail) + [last] * tail
+
+
+def test_differing_linears_replace_the_groups_operands_in_their_blocks_only():
+    loaded = recipe.load_recipe("ue5m3")
+    general, late = loaded.for_block(31, 32, "up"), loaded.for_block(31, 32, "down")
+    assert general == loaded.for_block(0, 32, "down") == loaded.for_block(31, 32)
+    assert late.wgrad.dy.scale_target == 2048.0
+    assert (late.fprop, late.dgrad, late.wgrad.x) == (general.fprop, general.dgrad, general.wgrad.x)
 
 
 def test_model_too_shallow_for_its_groups_is_refused():
@@ -156,6 +167,19 @@ def test_hash_ignores_how_equal_blocks_are_grouped(tmp_path):
     group = data["groups"][0]
     data["groups"] = [{**group, "layers": [1, 10]}, {**group, "layers": [11, 32]}]
     assert _write(tmp_path, "mxfp4_sr", json.dumps(data)).hash == recipe.load_recipe("mxfp4_sr").hash
+
+
+def test_hash_sees_interval_target_and_differing_linears(tmp_path):
+    text = _text("ue5m3")
+    edits = [
+        text.replace("amax_interval: 50", "amax_interval: 51"),
+        text.replace("amax_interval: 50\n", ""),
+        text.replace("2048.0", "1024.0"),
+        text.replace(", scale_target: 2048.0", ""),
+        text.replace("      down:", "      up:"),
+    ]
+    hashes = {_write(tmp_path, "ue5m3", edit).hash for edit in edits} | {recipe.load_recipe("ue5m3").hash}
+    assert len(hashes) == len(edits) + 1
 
 
 def test_hash_sees_every_choice(tmp_path):

@@ -20,7 +20,25 @@ BAD_ROUTES = {
         "{format: nvfp4_cta, rounding:",
         "{format: nvfp4_cta, roundign:",
         "groups[0].dgrad.dy.roundign",
-        r"unknown key; allowed: format, rounding, hadamard; did you mean 'rounding'\?",
+        r"unknown key; allowed: format, rounding, hadamard, scale_target; did you mean 'rounding'\?",
+    ),
+    "scale target of a format without one": (
+        "{format: nvfp4_cta, rounding: stochastic}",
+        "{format: nvfp4_cta, rounding: stochastic, scale_target: 2048.0}",
+        "groups[0].dgrad.dy.scale_target",
+        r"got 2048.0 for nvfp4_cta; allowed for ue5m3, ue5m3_w2d only",
+    ),
+    "interval without an operand that samples": (
+        "order:",
+        "amax_interval: 50\norder:",
+        "amax_interval",
+        r"got 50, but no operand is ue5m3 or ue5m3_w2d",
+    ),
+    "linear that does not exist": (
+        "groups:\n  - layers: [1, 27]\n",
+        "groups:\n  - layers: [1, 27]\n    linears: {dwon: {}}\n",
+        "groups[0].linears.dwon",
+        r"unknown name; allowed: q, k, v, o, gate, up, down; did you mean 'down'\?",
     ),
     "unknown format": (
         "x: {format: nvfp4_cta}\n      w",
