@@ -198,7 +198,10 @@ def make_plan(config: Mapping[str, Any]) -> tuple[WorkflowConfig, Plan]:
     missing = missing_inputs(study, settings.inputs)
     if missing:
         lines = "".join(f"\n  {line}" for line in missing)
-        raise ConfigError(f"study {study.study}: nothing is started, these inputs are missing:{lines}")
+        raise ConfigError(
+            f"study {study.study}: nothing is started, these inputs are missing:{lines}\n"
+            f"  then `python -m fp4core doctor --study {settings.study}` checks GPUs, memory, disk and time"
+        )
     inputs = load_inputs(settings.inputs) if study.data.source == "bound" else None
     return settings, Plan(study, recipes, results, inputs)
 
