@@ -309,13 +309,27 @@ def _failed_at(run: Path) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def incomplete_runs(logs: str | Path, missing: list[str]) -> list[str]:
+    """One phrase per run that was begun and has no summary: where it is and how far it got."""
+    found = []
+    for name in missing:
+        run = Path(logs) / Path(name).parent
+        if Path(name).name == "summary.json" and (run / "manifest.json").is_file():
+            steps = [p.name.removeprefix("step-") for p in run.glob("checkpoints/step-*") if p.is_dir()]
+            last = max((int(step) for step in steps if step.isdigit()), default=None)
+            where = Path(name).parent.as_posix()
+            found.append(f"{where}, last checkpoint {last}" if last is not None else where)
+    return found
+
+
 def missing_logs_message(logs: str, missing: list[str], shown: int = 20) -> str:
-    """One message for all missing logs."""
+    """One message for all missing logs; runs that are merely not finished are named first."""
+    begun = "".join(f"\n  incomplete run: {run}" for run in incomplete_runs(logs, missing))
     more = f"\n  ... and {len(missing) - shown} more" if len(missing) > shown else ""
     lines = "".join(f"\n  {name}" for name in missing[:shown])
     return (
         f"from_logs={logs}: {len(missing)} logs are missing and nothing is run in their place; "
-        f"complete the run they come from, or choose its study (--config study=NAME):{lines}{more}"
+        f"complete the run they come from, or choose its study (--config study=NAME):{begun}{lines}{more}"
     )
 
 
