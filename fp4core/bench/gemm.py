@@ -106,6 +106,14 @@ TILES = {
         T(256, 128, 128, stages=4, halves=True, group=8),
     ),
     "e5m2 x e4m3": (T(256, 128, 128, group=8),),
+    "bf16 stripes, both transposed": (
+        T(128, 256, 64, halves=False, group=16),
+        T(128, 256, 64, halves=False, group=8),
+        T(128, 256, 64, stages=4, group=8),
+        T(256, 128, 64, stages=4, group=8),
+        T(128, 128, 64, stages=4, group=8),
+        T(128, 256, 32, stages=4, halves=False, group=16),
+    ),
 }
 
 
@@ -118,6 +126,7 @@ def tune(x: Tensor, w: Tensor) -> list[dict]:
         "bf16 stripes": (xc, wc, xo, wo),
         "e5m2 x e5m2": (x5, w5, one, one),
         "e5m2 x e4m3": (x5, mx(w, "e4m3"), one, one),
+        "bf16 stripes, both transposed": (xc.t().contiguous().t(), wc.t().contiguous().t(), xo, wo),
     }
     rows = []
     for name, (a, b, oa, ob) in operands.items():

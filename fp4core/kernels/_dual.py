@@ -1,6 +1,5 @@
 """The dual-view kernel behind ``producers.produce``; one program per tile of 32 G tokens x 2 W features."""
 
-# ruff: noqa: RET505  Triton compiles what follows a constexpr branch unless it is in its else
 from __future__ import annotations
 
 import triton
@@ -10,6 +9,7 @@ from fp4core.kernels.device import max2, reduce_max2
 from fp4core.kernels.tiles import (
     load_any,
     rotate_tokens_tail,
+    row_amax,
     store_columns,
     store_rows,
     store_rows_masked,
@@ -42,25 +42,6 @@ def nv_domain(amax_ptr, outer_ptr, ALGORITHM: tl.constexpr, chunk, stripe):
     if ALGORITHM == "nv_cta":
         return tl.load(amax_ptr + chunk), tl.load(outer_ptr + stripe)
     return tl.load(amax_ptr), tl.load(outer_ptr)
-
-
-@triton.jit
-def row_done(
-    w,
-    random,
-    ref,
-    amax,
-    outer,
-    ROW: tl.constexpr,
-    CARRIER: tl.constexpr,
-    SR: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """(row view of a 1D format ready to store, packed block maxima of MX formats)."""
-    if is_mx_rule(ROW):
-        return row_mx_done(w, random, ref, ROW, CARRIER, SR, ASM)
-    else:
-        return row_nv(w, random, amax, outer, ROW, SR, ASM), 0
 
 
 @triton.jit
@@ -148,6 +129,9 @@ def dual_kernel(
     rows = M - token
     words = K // 2 - feature // 2
     w = load_any(base, K // 2, G, W, VEC, one, rows, words, FP32, MASKED, ASM, T)
+    # loads may not move past a barrier: without it the compiler spreads them among the arithmetic to save
+    # registers, and too few are in flight
+    tl.debug_barrier()
 
     CHUNKS: tl.constexpr = (K + 127) // 128
     chunk = (token // 128) * CHUNKS + feature // 128
@@ -173,9 +157,14 @@ def dual_kernel(
             random = 0
             if ROW_SR:
                 random = random_words(sr_ptr, producer, token, feature, PLACES, G, W, False, T)
-            row, packed = row_done(w, random, row_ref, amax, outer, ROW, ROW_CARRIER, ROW_SR, ASM)
             if is_mx_rule(ROW):
+                # noting the maxima ends in a barrier: the maxima of all rows come first, then the rounding,
+                # which keeps fewer values alive than the compiler's own mixture
+                maxima, packed = row_amax(w, 32, ASM)
                 note_blocks(packed, row_state, ROW_CARRIER, ROW, ASM)
+                row = row_mx_done(w, maxima, random, row_ref, ROW, ROW_CARRIER, ROW_SR, ASM)
+            else:
+                row = row_nv(w, random, amax, outer, ROW, ROW_SR, ASM)
         put_rows(row_ptr, row, token, first, rows, row_words_left, ROW_STRIDE, ROW_VEC, one, 0, MASKED)
     if COL != "none":
         if SHARED:
@@ -224,10 +213,13 @@ def dual_kernel(
                 )
             else:
                 drawn = 0
-            part_row, part_packed = row_done(wp, drawn, row_ref, amax, outer, ROW, ROW_CARRIER, ROW_SR, ASM)
             if is_mx_rule(ROW):
+                part_maxima, part_packed = row_amax(wp, 32, ASM)
+                part_row = row_mx_done(wp, part_maxima, drawn, row_ref, ROW, ROW_CARRIER, ROW_SR, ASM)
                 top = max2(top, part_packed, ASM)
                 low = max2(low, (-2147450880 - part_packed) & 0x7FFF7FFF, ASM)
+            else:
+                part_row = row_nv(wp, drawn, amax, outer, ROW, ROW_SR, ASM)
             put_rows(
                 row_ptr,
                 part_row,

@@ -350,7 +350,9 @@ def default_tile(row: View | None, col: View | None) -> Tile:
     if any(is_mx(v.format) for v in views):
         if two_d and not all(is_mx(v.format) for v in views):
             return Tile(groups=1, warps=1)
-        return Tile(row_tokens=8 if row is not None and row.rounding == "stochastic" else 0)
+        if row is not None and row.rounding == "stochastic":
+            return Tile(row_tokens=8)
+        return Tile(registers=168)  # three programs on a multiprocessor
     plain = all(formats.get(v.format).algorithm == "nv_global" and v.hadamard == "none" for v in views)
     return Tile(tokens=16, row_tokens=0 if plain or two_d else 8)
 

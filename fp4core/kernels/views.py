@@ -220,10 +220,9 @@ def finish_column(v, CARRIER: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _row_mx_halves(
-    w, random, ref, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr
+    w, amax, random, ref, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr
 ):
-    """(even words' values, odd words' values, packed maxima); magnitudes only where SR."""
-    amax, packed = row_amax(w, 32, ASM)
+    """(even words' values, odd words' values), magnitudes only where SR; ``amax`` of ``row_amax``."""
     c, c64, ct = mx_constants(ref, CARRIER, RULE)
     t = mx_threshold(amax, ct, RULE, ASM)
     w0, w1 = split_words(w)
@@ -233,21 +232,21 @@ def _row_mx_halves(
     else:
         v0 = mx_round(w0, t, c, c64, RULE, ASM)
         v1 = mx_round(w1, t, c, c64, RULE, ASM)
-    return v0, v1, packed
+    return v0, v1
 
 
 @triton.jit
 def row_mx_done(
-    w, random, ref, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr
+    w, amax, random, ref, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr
 ):
-    """(row view of an MX format ready to store, packed maxima for ``note_blocks``)."""
-    v0, v1, packed = _row_mx_halves(w, random, ref, RULE, CARRIER, SR, ASM)
+    """Row view of an MX format ready to store; ``amax`` of ``row_amax``, whose maxima the caller notes."""
+    v0, v1 = _row_mx_halves(w, amax, random, ref, RULE, CARRIER, SR, ASM)
     w0, w1 = split_words(w)
     if CARRIER == "bf16":
         if SR:
             v0 = with_signs(v0, w0)
             v1 = with_signs(v1, w1)
-        return join_words(v0, v1), packed
+        return join_words(v0, v1)
     else:
         if SR:
             b0 = fp8_bytes_signed(v0, w0, CARRIER, ASM)
@@ -255,14 +254,15 @@ def row_mx_done(
         else:
             b0 = fp8_bytes(v0, CARRIER, ASM)
             b1 = fp8_bytes(v1, CARRIER, ASM)
-        return permute_bytes(b0, b1, 0x7531, ASM), packed
+        return permute_bytes(b0, b1, 0x7531, ASM)
 
 
 @triton.jit
 def row_mx(w, random, state, RULE: tl.constexpr, CARRIER: tl.constexpr, SR: tl.constexpr, ASM: tl.constexpr):
     """Row view of an MX format, unfinished (words [G, T, W] in shifted BF16); its maxima go to ``state``."""
-    v0, v1, packed = _row_mx_halves(w, random, tl.load(state), RULE, CARRIER, SR, ASM)
+    amax, packed = row_amax(w, 32, ASM)
     note_blocks(packed, state, CARRIER, RULE, ASM)
+    v0, v1 = _row_mx_halves(w, amax, random, tl.load(state), RULE, CARRIER, SR, ASM)
     if SR:
         w0, w1 = split_words(w)
         v0 = with_signs(v0, w0)
