@@ -11,12 +11,13 @@ All give the same codes and scales, bit for bit.
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from fp4core.ops import te_support
 
 NAMES = ("reference", "carrier", "native", "te")
 
@@ -54,15 +55,6 @@ def _kernel_problem(name: str) -> str:
     return ""
 
 
-def _te_problem() -> str:
-    try:
-        version = importlib.metadata.version("transformer-engine")
-    except importlib.metadata.PackageNotFoundError:
-        return "Transformer Engine is not installed (pip install 'fp4core[te]')"
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    return "" if numbers >= (2, 8) else f"Transformer Engine {version} is too old; NVFP4 needs 2.8 or later"
-
-
 def backends() -> dict[str, Backend]:
     """All backends by name, in the order of ``NAMES``."""
     gpu, capability = _gpu()
@@ -89,7 +81,8 @@ def backends() -> dict[str, Backend]:
     add("carrier", 80, None, "CUDA sm_80 or later", _kernel_problem("carrier"), carriers)
     never = "FP4 Tensor Cores; this project has never run them on hardware"
     add("native", 100, (100, 103), "FP4 Tensor Cores (sm_100, sm_103)", _kernel_problem("native"), never)
-    add("te", 100, None, "Transformer Engine >= 2.8 on sm_100 or later", _te_problem(), "Transformer Engine")
+    te = te_support.problem() if capability >= 100 else te_support.version_problem()
+    add("te", 100, None, "Transformer Engine >= 2.8 on sm_100 or later", te, "Transformer Engine's own NVFP4")
     return found
 
 

@@ -7,6 +7,7 @@ Embedding, norms, attention and output head are left as they are.
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -15,7 +16,7 @@ from torch import nn
 
 from fp4core.ops import spec as specs
 from fp4core.ops.held import HeldAmax
-from fp4core.ops.linear import Linear
+from fp4core.ops.linear import Linear, preferred_backend, resolve_backend
 from fp4core.recipe import Recipe, load_recipe
 
 # Order of the layer index in the random key; changing it changes every stochastic run.
@@ -34,6 +35,7 @@ def convert(model: nn.Module, recipe: Recipe | str, *, backend: str = "auto") ->
     linears, when a block lacks one of the seven, or when depth and configuration disagree.
     """
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    backend = preferred_backend(recipe, backend)
     blocks = _body(model)
     depth = len(blocks)
     _check_depth(model, depth)
@@ -85,6 +87,10 @@ def set_sr_state(model: nn.Module, seed: int, step: int, token_offset: int = 0) 
             # a new tensor, never written in place: what a pending backward pass saved stays as it was
             shared[device] = torch.tensor([int(seed), int(step), int(token_offset)], device=device)
         layer.sr_state = shared[device]
+    if resolve_backend(layers[0].backend, layers[0].weight.device.type) == "te":
+        importlib.import_module("fp4core.ops.te_backend").seed_generator(
+            int(seed), int(step), int(token_offset)
+        )
 
 
 def _named_body(model: nn.Module) -> Iterator[tuple[str, int, str, nn.Module, nn.Linear]]:

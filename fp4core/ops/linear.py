@@ -35,8 +35,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fp4core.ops import spec as specs
+from fp4core.ops import te_support
 from fp4core.ops.reference_linear import linears as reference_linears
-from fp4core.recipe import LinearRecipe
+from fp4core.recipe import LinearRecipe, Recipe
 
 Backend = Callable[[Tensor, list[Tensor], Tensor, str, list[int]], list[Tensor]]
 
@@ -44,6 +45,8 @@ _BACKENDS: dict[str, Backend] = {"reference": reference_linears}
 # device type -> backend of "auto"; the module that registers it is imported when such a device exists
 _AUTO: dict[str, str] = {"cpu": "reference"}
 _CUDA_MODULE = "fp4core.ops.carrier_linear"
+# "auto" of a route that is Transformer Engine's: that where it runs, else what "auto" means
+AUTO_TE = "auto_te"
 # backends imported when somebody asks for them by name; one that cannot run here raises ValueError on import
 _BY_NAME = {"native": "fp4core.ops.native_linear", "te": "fp4core.ops.te_backend"}
 
@@ -54,8 +57,15 @@ def register_backend(name: str, impl: Backend, device_types: Sequence[str] = ())
     _AUTO.update(dict.fromkeys(device_types, name))
 
 
+def preferred_backend(recipe: Recipe, name: str) -> str:
+    """What ``name`` asks for in a route: ``"auto"`` prefers the implementation that the recipe names."""
+    return AUTO_TE if name == "auto" and recipe.implementation == "te" else name
+
+
 def resolve_backend(name: str, device_type: str) -> str:
     """Name of the backend that ``name`` (or ``"auto"``) means on a device type. Raises ValueError."""
+    if name == AUTO_TE:
+        name = "te" if device_type == "cuda" and not te_support.problem() else "auto"
     chosen = _AUTO.get(device_type, "reference") if name == "auto" else name
     if chosen in _BY_NAME and chosen not in _BACKENDS:
         _load_by_name(chosen)
@@ -180,7 +190,7 @@ def _apply(layers: Sequence[Linear], x: Tensor, state: Tensor | None) -> list[Te
     x2d = x.to(torch.bfloat16).reshape(-1, first.in_features).contiguous()
     weights = [m.weight for m in layers]
     backend = resolve_backend(first.backend, device)
-    if first.plain_bf16 and device != "cpu" and first.backend == "auto":
+    if first.plain_bf16 and device != "cpu" and first.backend in ("auto", AUTO_TE):
         outputs = _bf16_linears(x2d, weights)
     else:
         # set_sr_state makes a new tensor, so a backward pass that is still to come keeps this one

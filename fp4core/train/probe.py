@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fp4core.ops.linear import resolve_backend
+from fp4core.ops.linear import preferred_backend, resolve_backend
 from fp4core.recipe import Geometry, Recipe, Study
 
 from .distributed import World, device_record, peak_memory_gib
@@ -48,7 +48,7 @@ def probe(study: Study, recipe: Recipe, seed: int, *, results: Path, done: Path 
             recipe_hash=recipe.hash,
             stage_hash=study.stage_hash("probe"),
             device=device_record(world.device),
-            backend=resolve_backend(study.backend, world.device.type),
+            backend=resolve_backend(preferred_backend(recipe, study.backend), world.device.type),
             inputs={"data": data["data_sha256"]},
         )
         write_json(path, {**head, "measurements": rows})

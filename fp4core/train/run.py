@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from fp4core.model.arithmetic import count_parameters
-from fp4core.ops.linear import resolve_backend
+from fp4core.ops.linear import preferred_backend, resolve_backend
 from fp4core.recipe import to_dict
 
 from .checkpoint import Checkpoints
@@ -27,7 +27,7 @@ from .engine import Engine, StepResult
 from .lock import run_lock
 from .metrics import Metrics
 from .progress import Progress
-from .records import EchoedError, RunError, StopEarly, envelope, utc_now, write_json
+from .records import EchoedError, RunError, StopEarly, envelope, read_json, utc_now, write_json
 from .rundir import MANIFEST_SCHEMA, SUMMARY_SCHEMA, Identity, RunDir
 from .shards import check_data, open_training
 from .stopping import StopWish
@@ -89,7 +89,7 @@ class _Trajectory:
             retained=frozenset(study.all_cuts),
             keep_last=study.train.keep_last,
         )
-        self.backend = resolve_backend(study.backend, world.device.type)
+        self.backend = resolve_backend(preferred_backend(run.recipe, study.backend), world.device.type)
         self.wall_s = self.save_seconds = 0.0
 
     def train(self, target: int) -> Path:
@@ -127,10 +127,22 @@ class _Trajectory:
         differences = self.identity.differences(record)
         if differences:
             raise ValueError(f"{self.checkpoints.path(step)}: of another run: {'; '.join(differences)}")
+        self._same_implementation()
         self.engine.resume(step, record)
         self.metrics.resume(step)
         self.wall_s = record["wall_s"]
         return step
+
+    def _same_implementation(self) -> None:
+        """ValueError when this run would change between Transformer Engine and our own kernels."""
+        manifest = self.run.file("manifest.json")
+        before = read_json(manifest)["starts"][-1]["backend"] if manifest.is_file() else self.backend
+        if before != self.backend and "te" in (before, self.backend):
+            raise ValueError(
+                f"{self.run.path}: trained by backend {before} so far, this start would use {self.backend}; "
+                "their numbers differ: go on where the first one runs (or set the study's backend), or move "
+                "the directory away to begin a new run"
+            )
 
     def _step(self, step: int, target: int, progress: Progress) -> float:
         began = time.perf_counter()

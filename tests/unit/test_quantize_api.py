@@ -167,7 +167,8 @@ def test_backends_by_compute_capability(gpu, monkeypatch):
     capability, fit = GPUS[gpu]
     monkeypatch.setattr(backends, "_gpu", lambda: (gpu, capability))
     monkeypatch.setattr(backends, "_kernel_problem", lambda name: "")
-    monkeypatch.setattr(backends, "_te_problem", lambda: "")
+    monkeypatch.setattr(te_support, "problem", lambda: "")
+    monkeypatch.setattr(te_support, "version_problem", lambda: "")
     found = backends.backends()
     assert {name for name, b in found.items() if b.available} == fit | {"reference"}
     for name, backend in found.items():
