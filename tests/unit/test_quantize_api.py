@@ -5,7 +5,7 @@ import torch
 
 import fp4core
 from fp4core import SRKey, formats
-from fp4core.ops import backends, fake_quant
+from fp4core.ops import backends, fake_quant, te_support
 from fp4core.recipe import Operand
 
 TILES = [n for n in formats.names() if formats.get(n).two_d]
