@@ -11,7 +11,8 @@ from figures import analysis, captions, labels, stats, style
 from figures.data import REFERENCE, Tidy
 from figures.numbers import fixed
 
-SPARSE = 120
+LONG = 240  # points of the longest history from which on others can be sparse beside it
+GAP = 10  # usual step distances that end a stretch of a history
 POINTS = 700
 
 
@@ -20,41 +21,67 @@ def _curves(tidy: Tidy) -> dict[str, pd.DataFrame]:
     relative_high.
 
     The relative difference is 100 (L_bf16 - L) / L_bf16 of the EMA at the steps that both routes logged,
-    paired by
-    seed. Histories of fewer than 120 points, where others have more, are not smoothed: their ema is the
-    raw loss, compared with the raw loss of bf16.
+    paired by seed. Where a history is sparse beside the others (stretches of fewer points than the average
+    spans, with gaps between them) it is not smoothed: its ema is then the raw loss, compared with the raw
+    loss of bf16, and the average starts anew after it.
     """
     if "loss_curves" in tidy.cache:
         return tidy.cache["loss_curves"]  # type: ignore[return-value]
     frame = tidy.table("losses")
-    counts = frame.groupby(["route", "seed"]).size()
-    sparse_limit = SPARSE if counts.max() > 2 * SPARSE else 0
     raw: dict[str, dict[int, pd.Series]] = {}
     for (route, seed), group in frame.sort_values("step").groupby(["route", "seed"], sort=False):
         group = group[np.isfinite(group["loss"])]
         if len(group):
             raw.setdefault(route, {})[int(seed)] = group.set_index("step")["loss"]
+    longest = max((loss for by_seed in raw.values() for loss in by_seed.values()), key=len)
+    usual = float(np.median(np.diff(longest.index))) if len(longest) > LONG else np.inf
     smooth = {
-        route: {seed: pd.Series(stats.ema(loss), index=loss.index) for seed, loss in by_seed.items()}
+        route: {seed: _smoothed(loss, usual) for seed, loss in by_seed.items()}
         for route, by_seed in raw.items()
     }
     result = {}
     for route in tidy.ordered(raw):
-        sparse = max(map(len, raw[route].values())) < sparse_limit
-        source = raw if sparse else smooth  # raw against raw: an average lags where the loss falls
-        reference, per_seed = source.get(REFERENCE, {}), pd.DataFrame(source[route])
+        alone = pd.DataFrame({seed: found.isna() for seed, found in smooth[route].items()})
+        sparse = alone.eq(True).any(axis=1)
+        per_seed = pd.DataFrame({s: found.fillna(raw[route][s]) for s, found in smooth[route].items()})
+        reference, raw_reference = smooth.get(REFERENCE, {}), raw.get(REFERENCE, {})
         shared = [seed for seed in per_seed if seed in reference]
         relative = pd.DataFrame(
-            {s: (100 * (reference[s] - per_seed[s]) / reference[s]).dropna() for s in shared}
+            {
+                # raw against raw where there is no average: one lags where the loss falls
+                s: _percent_below(reference[s], smooth[route][s]).fillna(
+                    _percent_below(raw_reference[s], raw[route][s][smooth[route][s].isna()])
+                )
+                for s in shared
+            }
         ).reindex(per_seed.index)
         out = pd.DataFrame({"step": per_seed.index, "ema": per_seed.mean(axis=1).to_numpy()})
         out["low"], out["high"] = _band(per_seed)
         out["relative"] = relative.mean(axis=1).to_numpy() if shared else np.nan
         out["relative_low"], out["relative_high"] = _band(relative) if shared else (np.nan, np.nan)
-        out["sparse"] = sparse
+        out["sparse"] = sparse.to_numpy()
         result[route] = out.reset_index(drop=True)
     tidy.cache["loss_curves"] = result
     return result
+
+
+def _smoothed(loss: pd.Series, usual: float) -> pd.Series:
+    """EMA of every stretch of a history without a gap; NaN in stretches shorter than the average's span,
+    where the history has several."""
+    steps = loss.index.to_numpy()
+    stretch = np.concatenate([[0], np.cumsum(np.diff(steps) > GAP * usual)])
+    parts = [loss[stretch == number] for number in range(stretch[-1] + 1)]
+    if len(parts) == 1:
+        return pd.Series(stats.ema(loss), index=loss.index)
+    short = [len(part) < stats.EMA_SPAN for part in parts]
+    values = [np.full(len(p), np.nan) if s else stats.ema(p) for p, s in zip(parts, short)]
+    return pd.Series(np.concatenate(values), index=loss.index)
+
+
+def _percent_below(reference: pd.Series, loss: pd.Series) -> pd.Series:
+    """100 (reference - loss) / reference at the steps of ``loss``; NaN where one of them has none."""
+    at = reference.reindex(loss.index)
+    return 100 * (at - loss) / at
 
 
 def _band(per_seed: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -72,7 +99,9 @@ def _band(per_seed: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _thinned(curve: pd.DataFrame) -> pd.DataFrame:
-    keep = stats.thin(np.arange(len(curve)), POINTS)
+    """At most 700 rows of what is smoothed, and every sparse point."""
+    dense = np.flatnonzero(~curve["sparse"].to_numpy(bool))
+    keep = np.union1d(stats.thin(dense, POINTS), np.flatnonzero(curve["sparse"].to_numpy(bool)))
     return curve.iloc[keep]
 
 
@@ -103,7 +132,7 @@ def _sparse_note(tidy: Tidy) -> str:
     sparse = [route for route, curve in _curves(tidy).items() if curve["sparse"].any()]
     if not sparse:
         return ""
-    named = ", ".join(f"{tidy.label(r)} ({len(_curves(tidy)[r])} points)" for r in sparse)
+    named = ", ".join(f"{tidy.label(r)} ({int(_curves(tidy)[r]['sparse'].sum())} points)" for r in sparse)
     return f"Sparse histories are drawn as points with a LOWESS guide that no number uses: {named}."
 
 
@@ -149,16 +178,15 @@ def _guide(x: pd.Series, y: pd.Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_curve(axes, curve: pd.DataFrame, look: style.Look, place: int) -> None:
-    """One EMA curve with a few markers, staggered by route; points and LOWESS for a sparse one."""
+    """One EMA curve with a few markers, staggered by route; points and LOWESS where it is sparse."""
     curve = _thinned(curve)
-    if curve["sparse"].any():
-        axes.plot(curve["step"], curve["ema"], look.marker, ms=1.6, color=look.color, alpha=0.6, mew=0)
-        axes.plot(
-            *_guide(curve["step"], curve["ema"]),
-            color=look.color,
-            lw=0.8,
-            ls=look.dash,
-        )
+    points = curve[curve["sparse"]]
+    if len(points):
+        axes.plot(points["step"], points["ema"], look.marker, ms=2.0, color=look.color, alpha=0.8, mew=0)
+        guide = _guide(points["step"], points["ema"])
+        axes.plot(*guide, color=look.color, lw=0.8, ls=look.dash)
+        curve = curve.assign(ema=curve["ema"].mask(curve["sparse"]))  # the line stops where points begin
+    if curve["ema"].isna().all():
         return
     if curve["low"].notna().any():
         axes.fill_between(curve["step"], curve["low"], curve["high"], color=look.color, alpha=0.15, lw=0)
@@ -193,9 +221,12 @@ def draw_loss(tidy: Tidy) -> Figure:
             middle.fill_between(
                 thin["step"], thin["relative_low"], thin["relative_high"], color=look.color, alpha=0.12, lw=0
             )
-        sparse = bool(curve["sparse"].any())
-        mark = {"marker": look.marker, "ms": 1.6, "mew": 0, "ls": "none"} if sparse else {"lw": 0.5}
-        middle.plot(thin["step"], thin["relative"], color=look.color, alpha=0.4, **mark)
+        points = thin[thin["sparse"]]
+        middle.plot(
+            points["step"], points["relative"], look.marker, color=look.color, alpha=0.4, ms=1.6, mew=0
+        )
+        line = thin["relative"].mask(thin["sparse"])
+        middle.plot(thin["step"], line, color=look.color, alpha=0.4, lw=0.5)
         guide = _guide(thin["step"], thin["relative"])
         middle.plot(*guide, color=look.color, ls=look.dash, lw=1.1)
     late = [c.loc[c["step"] >= 0.1 * last, "ema"] for r, c in curves.items() if r in sound]
@@ -258,7 +289,7 @@ def _draw_without_reference(tidy: Tidy, curves, looks) -> Figure:
 
 def draw_zoom(tidy: Tidy) -> Figure:
     curves, looks = _curves(tidy), style.looks(tidy)
-    figure, grid = style.new(style.COLUMN, 2.9, margins=(0.46, 1.38, 0.36, 0.08))
+    figure, grid = style.new(style.COLUMN, 2.9, margins=(0.52, 1.38, 0.36, 0.08))
     _draw_ends(tidy, grid[0, 0], curves, looks, _zoom_start(curves))
     return figure
 

@@ -323,6 +323,26 @@ class TestHistories:
         ends = loss.analysis.endpoint(tidy)
         assert ends.loc["mxfp4_sr_h32", "excess"] == pytest.approx(100 * 0.05 / (2.3 + 9 / 38149))
 
+    def test_history_that_turns_sparse_is_smoothed_up_to_there_only(self, histories, tmp_path):
+        from figures import stats
+        from figures.data import Tidy
+        from figures.plots import loss
+
+        early, late = list(range(10, 19001, 10)), list(range(33000, 38141, 514))
+        path = histories / "llama8b_160b_loss_snapshot_20260827.csv"
+        kept = [line for line in path.read_text().splitlines() if not line.startswith("pure_v5")]
+        write(path, SNAPSHOT, [*csv.reader(kept[1:]), *self.rows("pure_v5", "v5", early + late, 6, 2.4)])
+        curve = loss._curves(Tidy(self.read(histories, tmp_path / "tidy")))["nvfp4_global"]
+        assert curve.loc[curve["sparse"], "step"].tolist() == late
+        raw = 2.4 + 9 / (curve["step"] + 9)
+        assert (curve["ema"] == raw)[curve["sparse"]].all()
+        assert curve.loc[~curve["sparse"], "ema"].to_numpy() == pytest.approx(stats.ema(raw[: len(early)]))
+        # compared raw against raw: no number is taken from an average that spans the gap
+        reference = 2.3 + 9 / (pytest.importorskip("numpy").array(late) + 9)
+        below = 100 * (reference - raw[curve["sparse"]]) / reference
+        measured = curve.loc[curve["sparse"] & curve["step"].isin(range(0, 38141, 10)), "relative"]
+        assert measured.to_numpy() == pytest.approx(below[measured.index].to_numpy())
+
     def test_without_the_endpoint_only_the_zoom_is_planned(self, histories):
         name = "llama8b_160b_loss_snapshot_20260827.csv"
         path = histories / name
