@@ -15,7 +15,7 @@ from typing import Any
 
 from eval import benchmarks, export, lm_tasks, records, score
 from eval import job as jobs
-from fp4core.recipe import load_inputs
+from fp4core.recipe import load_inputs, verify_binding
 
 SCHEMA = "fp4core.downstream"
 SEED = 1234  # of the choice of a subset, of held-out shots and of lm-eval's draw of shots
@@ -36,7 +36,8 @@ def select(study: jobs.recipes.Study, inputs: Path) -> dict[str, benchmarks.Sele
             raise ValueError(
                 f"study {study.study} needs evaluation data, {inputs} binds none; fp4core bind evaluation DIR"
             )
-        directory, hashes = inputs.parent / binding.directory, binding.sha256
+        bound = verify_binding("evaluation", inputs)
+        directory, hashes = bound.directory, bound.sha256
     chosen = {}
     for name in benchmarks.BENCHMARKS:  # a fixed order: it decides which items share a batch
         if name in study.downstream.tasks:

@@ -15,12 +15,16 @@ from fp4core import recipe as recipes
 
 @dataclass(frozen=True)
 class Job:
-    """Paths and identities. Every method that reads a file checks that it belongs to this study."""
+    """Paths and identities. Every method that reads a file checks that it belongs to this study.
+
+    `bound_run` is the verified directory of a run trained elsewhere, instead of the one under `results`.
+    """
 
     study: recipes.Study
     recipe: recipes.Recipe
     seed: int
     results: Path
+    bound_run: Path | None = None
 
     @property
     def route(self) -> str:
@@ -33,7 +37,7 @@ class Job:
 
     @property
     def run_dir(self) -> Path:
-        return self.results / "runs" / self.place
+        return self.bound_run or self.results / "runs" / self.place
 
     def manifest(self) -> dict[str, Any]:
         """The run's manifest. ValueError when it is missing or of another recipe or training setting."""
@@ -145,13 +149,30 @@ def add_arguments(parser: argparse.ArgumentParser, *, route: bool = True) -> Non
     parser.add_argument("--results", required=True, type=Path, help="results/<study>")
     parser.add_argument("--recipes", type=Path, help="folder with routes/ and studies/ (default: recipes)")
     parser.add_argument("--done", type=Path, help="completion marker to write")
+    if route:
+        parser.add_argument(
+            "--checkpoint",
+            type=Path,
+            metavar="INPUTS",
+            help="evaluate the checkpoint that this file of bindings binds, not a run under --results",
+        )
 
 
 def from_arguments(arguments: argparse.Namespace, route: str | None = None) -> Job:
     """The job that the command line names; `route` where the study chooses it."""
     study = recipes.load_study(arguments.study, arguments.recipes)
     recipe = recipes.load_recipe(route or arguments.route, arguments.recipes)
-    return Job(study, recipe, arguments.seed, arguments.results)
+    bound = _bound_run(arguments.checkpoint, recipe) if getattr(arguments, "checkpoint", None) else None
+    return Job(study, recipe, arguments.seed, arguments.results, bound)
+
+
+def _bound_run(inputs: Path, recipe: recipes.Recipe) -> Path:
+    """The run's directory that `inputs` binds, every byte of its checkpoint verified."""
+    found = recipes.verify_binding("checkpoint", inputs)
+    binding = recipes.load_inputs(inputs).checkpoint
+    if binding.route != recipe.route:
+        raise ValueError(f"{inputs}: binds a checkpoint of {binding.route}, --route says {recipe.route}")
+    return found.directory
 
 
 def parse_steps(text: str, cuts: list[int]) -> list[int]:
