@@ -207,12 +207,13 @@ def _stochastic_half(x, byte, c, t, CLAMP: tl.constexpr):
     y = a * c
     if CLAMP:
         y = tl.minimum(y, t * 0.09375)
-    e = tl.maximum(y.to(tl.int32, bitcast=True) & 0x7F800000, t.to(tl.int32, bitcast=True) - (6 << 23))
+    # 64 times the binade's start: of the smallest scales the start itself is subnormal
+    e = tl.maximum((y * 64.0).to(tl.int32, bitcast=True) & 0x7F800000, t.to(tl.int32, bitcast=True))
     inverse = ((254 << 23) - e).to(tl.float32, bitcast=True)
-    units = y * inverse * 2.0
+    units = (y * 64.0) * inverse * 2.0
     whole = tl.floor(units)
     part = tl.floor((units - whole) * 512.0).to(tl.int32)
-    q = tl.where(part + 2 * byte + 1 >= 512, whole + 1.0, whole) * e.to(tl.float32, bitcast=True) * 0.5
+    q = tl.where(part + 2 * byte + 1 >= 512, whole + 1.0, whole) * e.to(tl.float32, bitcast=True) * 0.0078125
     return tl.where(t < float("inf"), q, float("nan"))
 
 
