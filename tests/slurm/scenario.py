@@ -83,7 +83,7 @@ class Scenario:
         """Slurm jobs that held the run, in order, each once."""
         return list(dict.fromkeys(line.split(" job ")[1] for line in self.lines("attempts.log")))
 
-    def wait(self, ready, what: str, seconds: float = 150) -> None:
+    def wait(self, ready, what: str, seconds: float = 300) -> None:
         """Wait until ``ready()``; AssertionError with Snakemake's log otherwise."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -95,7 +95,7 @@ class Scenario:
     def wait_for_steps(self, count: int) -> None:
         self.wait(lambda: len(self.lines("steps.log")) >= count, f"{count} steps")
 
-    def finish(self, seconds: float = 200) -> int:
+    def finish(self, seconds: float = 300) -> int:
         """Exit code of Snakemake."""
         assert self.process is not None
         try:

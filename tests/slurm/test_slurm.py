@@ -102,7 +102,7 @@ def end_to_end(cluster: Cluster, folder: Path) -> subprocess.CompletedProcess[st
     return subprocess.run(
         list(map(str, command)),
         cwd=ROOT, env={**cluster.environment, "GLOO_SOCKET_IFNAME": "lo"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=230, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400, check=False,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ class Lab:
 
     def result(self, name: str):
         """(scenario, what its script returned)."""
-        return self.scenarios.get(name), self.futures[name].result(240)
+        return self.scenarios.get(name), self.futures[name].result(420)
 
     def close(self) -> None:
         for scenario in self.scenarios.values():
