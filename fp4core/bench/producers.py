@@ -216,6 +216,7 @@ def main(argv: list[str]) -> int:
             row["copy_tbps"] = copies[row["bytes"]]
             row["ratio"] = row["tbps"] / row["copy_tbps"]
             rows.append(row)
+            print(f"{case.name:55} {row['ms']:.4f} ms  {row['ratio']:.3f} of copy", flush=True)
     rows += amax_rows(options.tokens, options.features, device, copies) if not options.only else []
     print(common.table(rows, ["case", "tile", "ms", "tbps", "copy_tbps", "ratio", "misfits"]))
     print("written", common.write_record("producers", rows, options.out))

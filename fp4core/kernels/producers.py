@@ -341,9 +341,9 @@ class Tile:
 def default_tile(row: View | None, col: View | None) -> Tile:
     """Best tile of ``python -m fp4core.bench producers --tiles`` on an H200.
 
-    Blocks of 16 let a thread hold 16 tokens, which doubles the warps in flight. Where the row view is long work
-    (random bits, two divisions per block) it goes into a loop; where it is short the loop costs more than it
-    saves.
+    Blocks of 16 let a thread hold 16 tokens, which doubles the warps in flight. Where the row view is long
+    work (random bits, two divisions per block) it goes into a loop; where it is short the loop costs more
+    than it saves.
     """
     views = [v for v in (row, col) if v is not None]
     two_d = formats.get(views[0].format).two_d
@@ -372,7 +372,7 @@ def _scales(
             if view.carrier != "bf16":
                 raise ValueError(
                     f"produce: got carrier {view.carrier!r} without a state; needed "
-                    f"{where}_state=new_state(...)[i], whose reference exponent places the carrier's range"
+                    f"{where}_state=new_state(...)[i], whose reference places its range"
                 )
             state = new_state(1, x.device)[0]
         return state, None
