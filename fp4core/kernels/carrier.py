@@ -34,11 +34,11 @@ def _carrier(q: Any) -> tuple[Tensor, float]:
 
 
 def matmul(a: Any, b: Any, *, dtype: torch.dtype) -> Tensor:
-    """A B^T of two ``QuantizedTensor``s [M, K] and [N, K] (a's leading axes flattened) in ``dtype``.
+    """A B^T [..., N] of two ``QuantizedTensor``s [..., K] and [N, K] in ``dtype``.
 
     Exact products, FP32 sums, outer scales in the epilogue, one rounding.
     """
     ca, fa = _carrier(a)
     cb, fb = _carrier(b)
     outer = [None if formats.get(q.format).outer == "constant" else q.outer_scale.reshape(-1) for q in (a, b)]
-    return bf16_gemm(ca, cb, fa * fb, outer[0], outer[1], dtype)
+    return bf16_gemm(ca, cb, fa * fb, outer[0], outer[1], dtype).view(*a.shape[:-1], b.shape[0])

@@ -214,6 +214,32 @@ def test_fp32_input_is_rounded_first(pair: str) -> None:
     check("normal", (96, 160), pair, fp32=True)
 
 
+@pytest.mark.parametrize("carrier", ["e5m2", "e4m3"])
+@pytest.mark.parametrize("ref", [-90, 3])
+def test_every_exponent_of_the_range_is_held_edges(carrier: str, ref: int) -> None:
+    """Tiles of 32 x 32 at every k from the smallest to the largest: subnormal carriers, subnormal sums."""
+    low, high = p.held_range(carrier, ref)
+    g = torch.Generator().manual_seed(5)
+    tiles = torch.rand(high - low + 1, 32, 32, generator=g).sub_(0.5).mul_(2)
+    tiles[:, torch.arange(32), torch.arange(32)] = 1.0  # every row and column of a tile reaches 2^k
+    x = (tiles * 2.0 ** torch.arange(low, high + 1)[:, None, None]).transpose(0, 1).reshape(32, -1)
+    x = x.to(torch.bfloat16)
+    state = p.new_state(2, DEVICE, ref)
+    sr = p.SR(torch.tensor([SEED, STEP, TOKEN], dtype=torch.int64, device=DEVICE), PRODUCER)
+    views = V("mxfp4", carrier, "stochastic"), V("mxfp4", carrier)
+    made = p.produce(x.to(DEVICE), *views, row_state=state[0], col_state=state[1], sr=sr)
+    nearest, _ = p.produce(x.to(DEVICE), V("mxfp4", carrier), row_state=state[0])
+    assert state[:, 3].tolist() == [0, 0]
+    key = SRKey(SEED, STEP, PRODUCER, TOKEN * x.shape[1])
+    for out, view, where in (
+        (made[0], views[0], "row"),
+        (made[1], views[1], "col"),
+        (nearest, views[1], "row"),
+    ):
+        want = decoded(x, view, where, key)[0] * 2.0**-ref
+        assert torch.equal(out.data.double().cpu(), want), where
+
+
 def test_misfit_is_counted_and_remembered() -> None:
     """One block 2^40 above the rest: no FP8 carrier holds both, and the state says what was seen."""
     x = torch.full((64, 64), 1.0).to(torch.bfloat16)
