@@ -51,7 +51,7 @@ report: setup
 	@echo "report: results/$(STUDY)/report.html"
 
 test: setup slurm
-	@$(BIN)/python -m pytest -n $(or $(WORKERS),auto) --dist worksteal
+	@$(BIN)/python -m pytest -n $(or $(WORKERS),auto) --dist loadfile --no-loadscope-reorder
 
 # tests/slurm start a Slurm of their own: as root on a Debian it is installed, elsewhere they are skipped
 slurm:

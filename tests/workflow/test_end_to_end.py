@@ -117,7 +117,8 @@ def test_records_follow_their_schemas(tiny):
 
 @pytest.mark.slow
 def test_second_run_does_nothing(tiny):
-    assert "Nothing to be done" in run(tiny, "all").stdout
+    done = run(tiny, "all")
+    assert "Nothing to be done" in done.stdout, done.stdout
 
 
 @pytest.mark.slow
