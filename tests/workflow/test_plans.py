@@ -22,7 +22,7 @@ def fresh(tmp_path):
 
 
 def test_default_target_is_everything_and_planned_in_seconds(fresh):
-    """Seconds of CPU time, which other tests beside this one cannot stretch; on an idle machine it is the wait."""
+    """Seconds of CPU time: other tests beside this one cannot stretch it."""
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
