@@ -2,8 +2,8 @@
 
     python -m fp4core.bench block [--sequences 1,2] [--routes mxfp4_sr,...] [--repeats 7] [--out FILE]
 
-``step`` with a single block, where the unfused route (``fp4core.Linear`` layers with compiled element-wise work
-between them) is timed as well: what the fused boundaries are worth.
+``step`` with a single block, where the unfused route (``fp4core.Linear`` layers with compiled element-wise
+work between them) is timed as well: what the fused boundaries are worth.
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 
     python -m fp4core.bench linear [--tokens 8192,16384,32768] [--routes mxfp4_sr,...] [--peers] [--out FILE]
 
-Every call quantises x, W and dY again, as the first micro-batch of an optimizer step does. The baseline is the
-faster of two compiled BF16 versions, one product per linear and one per group of linears with the same input,
-timed in the same run. Peers: how others emulate MXFP4 (``peers``), on one linear of 4096 x 14336. References are
-centred and misfits counted as in deferred training; ``misfits`` must be 0 for the numbers to mean anything.
+Every call quantises x, W and dY again, as the first micro-batch of an optimizer step does. The baseline is
+the faster of two compiled BF16 versions, one product per linear and one per group of linears with the same
+input, timed in the same run. Peers: how others emulate MXFP4 (``peers``), on one linear of 4096 x 14336.
+References are centred and misfits counted as in deferred training; ``misfits`` must be 0 for the numbers to
+mean anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,11 @@ def _compiled(fn: Callable) -> Callable:
 def baseline_ms(data: GroupData) -> float:
     """The faster compiled BF16 forward and backward of a group."""
     versions = [bf16_linears] if len(data.weights) == 1 else [bf16_linears, bf16_joint]
-    return min(common.time_ms(lambda f=_compiled(v): data.step(f), calls=2, replays=7) for v in versions)
+    times = []
+    for version in versions:
+        compiled = _compiled(version)
+        times.append(common.time_ms(functools.partial(data.step, compiled), calls=2, replays=7))
+    return min(times)
 
 
 class Route:

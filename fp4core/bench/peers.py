@@ -1,8 +1,8 @@
 """How FP4 training is emulated elsewhere on a GPU without FP4 units: quantise, decode to BF16, multiply.
 
 Every peer here computes the three contractions of a linear layer with MXFP4 operands (1 x 32 blocks along the
-contraction), deterministic rounding, in BF16 GEMMs: the same work as route ``mxfp4_sr`` without its stochastic
-bits and 2D weights. They are the yardstick of ``python -m fp4core.bench linear``.
+contraction), deterministic rounding, in BF16 GEMMs: the same work as route ``mxfp4_sr`` without its
+stochastic bits and 2D weights. They are the yardstick of ``python -m fp4core.bench linear``.
 """
 
 from __future__ import annotations

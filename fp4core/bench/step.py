@@ -1,12 +1,14 @@
-"""A training step without optimizer: 8B blocks, forward and backward, against the same blocks in compiled BF16.
+"""A training step without optimizer: 8B blocks, forward and backward, against the same blocks in compiled
+BF16.
 
     python -m fp4core.bench step [--blocks 8] [--sequences 2] [--length 8192] [--routes mxfp4_sr,...] [--head]
                                  [--out FILE]
 
-Parameters and gradients BF16, no activation checkpointing, cuDNN attention on both sides, every block compiled
-(``fullgraph=True``), gradients freed before each step. A carrier step encodes all weights once and reads the misfit
-counts once, as training does. ``--head`` adds embedding, final norm, the output head and a compiled cross entropy,
-in BF16 on both sides. Milliseconds are medians over steps, memory is torch's peak of allocated bytes.
+Parameters and gradients BF16, no activation checkpointing, cuDNN attention on both sides, every block
+compiled (``fullgraph=True``), gradients freed before each step. A carrier step encodes all weights once and
+reads the misfit counts once, as training does. ``--head`` adds embedding, final norm, the output head and a
+compiled cross entropy, in BF16 on both sides. Milliseconds are medians over steps, memory is torch's peak of
+allocated bytes.
 """
 
 from __future__ import annotations

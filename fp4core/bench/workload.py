@@ -1,4 +1,5 @@
-"""What the layer benchmarks share: the 8B block's linears, its configuration, routes by name, groups of linears."""
+"""What the layer benchmarks share: the 8B block's linears, its configuration, routes by name, groups of
+linears."""
 
 from __future__ import annotations
 

@@ -3,15 +3,15 @@
     forward    x' = x + d (BF16, where there is a d)        residual stream, kept
                y = BF16(x' rstd w), rstd = 1 / sqrt(mean(x'^2) + eps)      row view of y (QKV, or W1 and W3)
     backward   c = mean_j(dy_j w_j x_j) rstd^3
-               dx = BF16(g + BF16(rstd dy w - c x))        g: gradient of the residual stream, where there is one
+               dx = BF16(g + BF16(rstd dy w - c x))        g: gradient beside the norm, if any
                y again                                     column view of y (Wgrad of the norm's consumers)
                dx                                          both views for the projection before it (Wo)
                dw = sum over tokens of dy x rstd           partial sums, one row per 32 tokens
 
-Forward holds whole rows, R of them; nothing but rstd [T] is saved. Backward walks a row twice: once for c, once,
-in reverse so that the end of the first walk is still in L2, for everything else. Its word tiles are
-[G, 32, W] with G *feature* chunks of 32 tokens, one warp each. The norm's weight comes as FP32 [2, HIDDEN / 2],
-even features then odd, so that its halves lie as the words do.
+Forward holds whole rows, R of them; nothing but rstd [T] is saved. Backward walks a row twice: once for c,
+once, in reverse so that the end of the first walk is still in L2, for everything else. Its word tiles are
+[G, 32, W] with G *feature* chunks of 32 tokens, one warp each. The norm's weight comes as FP32 [2, HIDDEN /
+2], even features then odd, so that its halves lie as the words do.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def norm_forward_kernel(
 
 @triton.jit
 def _chunk_words(G: tl.constexpr, W: tl.constexpr, one):
-    """Words [G, 1, W] of G neighbouring feature chunks; the layout gives a chunk to a warp, two words to a lane."""
+    """Words [G, 1, W] of G neighbouring feature chunks; a warp takes a chunk, a lane two words."""
     f = tl.arange(0, W)[None, None, :] * one
     f = tl.multiple_of(tl.max_contiguous(f, (1, 1, 2)), (1, 1, 2))
     return f + tl.arange(0, G)[:, None, None] * W

@@ -4,8 +4,8 @@
     backward   (a, b) -> (a cos + b sin, b cos - a sin)     then row view (Dgrad) and column view (Wgrad)
 
 in FP32 with one rounding to BF16. qkv is [T, N], N = (H + 2 G') 128 features of H query, G' key and G' value
-heads; V is not rotated. position = token mod S. Word tiles as in ``device``; a tile is as wide as a head, and its
-halves meet by an exchange between lanes.
+heads; V is not rotated. position = token mod S. Word tiles as in ``device``; in backward a tile is as wide as
+a head, and its halves meet by an exchange between lanes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from fp4core.kernels.views import random_words
 
 @triton.jit
 def _turn(w, other, place, sign, table_ptr, ASM: tl.constexpr):
-    """Words of w cos + other (sign sin): ``place`` the word's row of the table, ``sign`` a mask for sin's sign.
+    """Words of w cos + other (sign sin): ``place`` the word's row of the table, ``sign`` a mask for sin's
+    sign.
 
-    The table's four numbers are read where they are used: as tensors of their own they would take 256 registers.
+    The table's four numbers are read where they are used: as tensors of their own they would take 256
+    registers.
     """
     if ASM:
         return tl.inline_asm_elementwise(
@@ -108,7 +110,8 @@ def rope_forward_kernel(
 ):
     """Rotate the first HEADS heads of qkv [T, N] in place. S a multiple of 32 G; heads of 128 features.
 
-    Planes FP32 [S, 4, 32] (cos of even, of odd features, then sin) stay in registers for all heads of a program.
+    Planes FP32 [S, 4, 32] (cos of even, of odd features, then sin) stay in registers for all heads of a
+    program.
     """
     GROUPS: tl.constexpr = HEADS // PER_PROGRAM
     pid = tl.program_id(0)
@@ -166,8 +169,8 @@ def rope_backward_kernel(
     """Views of one gradient d (dQ, dK or dV) at row_ptr, N features per row, and at col_ptr [.., T].
 
     d has strides (BATCH_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, 1), in words. RULE "none" stores the rotated
-    gradient itself to row_ptr [T, N]. Random places are those of d's own [T, 128 HEADS] matrix. A tile is a whole
-    head, so that the views' code exists once; its halves meet by an exchange between lanes.
+    gradient itself to row_ptr [T, N]. Random places are those of d's own [T, 128 HEADS] matrix. A tile is a
+    whole head, so that the views' code exists once; its halves meet by an exchange between lanes.
     """
     GROUPS: tl.constexpr = HEADS // PER_PROGRAM
     pid = tl.program_id(0)
@@ -210,8 +213,8 @@ def check_rope(length: int, head_dim: int) -> None:
     """Raise ValueError for what the kernels do not rotate."""
     if head_dim != 128 or length % 32:
         raise ValueError(
-            f"rope: got head_dim {head_dim}, sequence {length}; needed 128 and a multiple of 32 (the unfused path "
-            "takes any)"
+            f"rope: got head_dim {head_dim}, sequence {length}; needed 128 and a multiple of 32 "
+            "(the unfused path takes any)"
         )
 
 

@@ -4,9 +4,10 @@
     backward   du = dh silu(g),  dg = dh u silu'(g)              both views of dg and du (W1, W3)
                h again, from the g and u that are loaded anyway  column view of h (Wgrad of W2)
 
-g, u: BF16 [T, F], rows GU words apart (halves of one matrix, or two matrices); dh BF16 [T, F]. All arithmetic in
-FP32, one rounding to BF16 before quantising, as the unfused layers do. The column view of h is made in
-backward, so forward saves nothing but g and u. Word tiles as in ``device``: [G, 32, W], two features per word.
+g, u: BF16 [T, F], rows GU words apart (halves of one matrix, or two matrices); dh BF16 [T, F]. All arithmetic
+in FP32, one rounding to BF16 before quantising, as the unfused layers do. The column view of h is made in
+backward, so forward saves nothing but g and u. Word tiles as in ``device``: [G, 32, W], two features per
+word.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fp4core.kernels.views import (
 
 @triton.jit
 def sigmoid(g, ASM: tl.constexpr):
-    """1 / (1 + e^-g) in FP32, within 4 units in the last place; the hardware's approximations when ``ASM``."""
+    """1 / (1 + e^-g) in FP32, within 4 units in the last place (``ASM``: the hardware's approximations)."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -178,11 +179,12 @@ def silu_backward_kernel(
 ):
     """Row and column views of [dg | du] ([T, 2 F] and [2 F, T]) and the column view of h [F, T].
 
-    RULE "none" stores dg, du, h in BF16 [T, F] to row_ptr, col_ptr, h_ptr instead. T a multiple of 32 G, F of 2 W.
+    RULE "none" stores dg, du, h in BF16 [T, F] to row_ptr, col_ptr, h_ptr instead. T a multiple of 32 G, F of
+    2 W.
 
     dg, du and h take turns in a loop that stays a loop, with column code that takes the carrier at run time:
-    unrolled, the code outgrows the instruction cache (128 KB) and the kernel runs up to four times slower. Later
-    turns find their inputs in the first-level cache. COL and H_COL are both FP8, or both BF16.
+    unrolled, the code outgrows the instruction cache (128 KB) and the kernel runs up to four times slower.
+    Later turns find their inputs in the first-level cache. COL and H_COL are both FP8, or both BF16.
     """
     TILES: tl.constexpr = F // (2 * W)
     pid = tl.program_id(0)
@@ -237,7 +239,7 @@ def _column(
     """
     if CARRIER == "bf16":
         return finish_column(column_mx(w, state, RULE, "bf16", HADAMARD, ASM), "bf16", ASM)
-    else:
+    else:  # noqa: RET505 (the other branch does not compile for this CARRIER)
         x = rotate_tokens(w, HADAMARD, ASM)
         amax = column_amax(x, 32, ASM)
         ref = tl.load(state)
@@ -270,8 +272,8 @@ def check_shape(name: str, tokens: int, features: int) -> None:
     """Raise ValueError unless the fused kernels' tiles cover the matrix without a remainder."""
     if tokens % 32 or features % 128:
         raise ValueError(
-            f"{name}: got {tokens} tokens x {features} features; needed multiples of 32 and 128 (the unfused path "
-            "takes any)"
+            f"{name}: got {tokens} tokens x {features} features; needed multiples of 32 and 128 "
+            "(the unfused path takes any)"
         )
 
 

@@ -8,9 +8,10 @@
         optimizer step
 
 A block whose scale does not fit its FP8 carrier is counted on the device by the kernel that meets it
-("misfit"). Layers that were not deferred wait for that count at once and repeat the tensor with a better reference
-or a wider type (E5M2 for E4M3, BF16 at half the rate in the end), so their results are always exact. Deferred
-layers run ahead: results of a step with misfits must not be used, and ``misfits`` says so once per step.
+("misfit"). Layers that were not deferred wait for that count at once and repeat the tensor with a better
+reference or a wider type (E5M2 for E4M3, BF16 at half the rate in the end), so their results are always
+exact. Deferred layers run ahead: results of a step with misfits must not be used, and ``misfits`` says so
+once per step.
 
 This module is cheap to import; without Triton, or on the reference backend, everything here does nothing.
 """
@@ -46,8 +47,8 @@ def defer(model: nn.Module, deferred: bool = True) -> None:
 def misfits(model: nn.Module) -> list[Misfit]:
     """Tensors of the last step whose blocks did not fit their carriers; empty when the step is exact.
 
-    Synchronises once. Adapts references and types, so that a repeated step fits; three repetitions always suffice
-    (a new reference, a wider type, BF16). Call it after backward and before the optimizer.
+    Synchronises once. Adapts references and types, so that a repeated step fits; three repetitions always
+    suffice (a new reference, a wider type, BF16). Call it after backward and before the optimizer.
     """
     found = _groups(model)
     return sys.modules[_GROUPS].read(found) if found else []
@@ -56,8 +57,9 @@ def misfits(model: nn.Module) -> list[Misfit]:
 def encode_weights(model: nn.Module) -> None:
     """Forget the encoded weights: the next forward pass encodes them again.
 
-    Needed after a change that no version counter shows: a resharded FSDP2 parameter, ``param.data = ...``. Under
-    torch.distributed encodings are kept between micro-batches only after this was called in the present step.
+    Needed after a change that no version counter shows: a resharded FSDP2 parameter, ``param.data = ...``.
+    Under torch.distributed encodings are kept between micro-batches only after this was called in the present
+    step.
     """
     module = sys.modules.get(_ENCODE)
     if module is not None:

@@ -1,8 +1,9 @@
 """Causal attention as an explicit forward and backward, for ops that contain it.
 
 Calls the fused kernels under ``torch.nn.functional.scaled_dot_product_attention`` directly: cuDNN's where the
-build has it (0.95 + 2.81 ms at 8192 positions of 32/8 heads on an H200, against 1.74 + 4.92), else FlashAttention;
-FP32 inside on the CPU. Shapes: q [B, H, S, d], k and v [B, G, S, d], any strides with the last axis contiguous.
+build has it (0.95 + 2.81 ms at 8192 positions of 32/8 heads on an H200, against 1.74 + 4.92), else
+FlashAttention; FP32 inside on the CPU. Shapes: q [B, H, S, d], k and v [B, G, S, d], any strides with the
+last axis contiguous.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def attention_backward(
         # without dropout the random state is never read
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            dout, q, k, v, out, lse.view(batch, heads, length, 1), unused, unused, None, None, None, length, length,
-            0.0, True,
+            dout, q, k, v, out, lse.view(batch, heads, length, 1), unused, unused, None, None, None, length,
+            length, 0.0, True,
         )  # fmt: skip
         return _first_zeroed(dq), dk, dv
     lse = lse.view(batch, heads, length)
@@ -63,8 +64,8 @@ def attention_backward(
 def _first_zeroed(dq: Tensor) -> Tensor:
     """dq with exact zeros at position 0, whose softmax over one key is constant.
 
-    The kernels leave rounding noise there, some 2^-24 of its neighbours, which would alone stretch the scales of dq
-    beyond what an FP8 carrier spans.
+    The kernels leave rounding noise there, some 2^-24 of its neighbours, which would alone stretch the scales
+    of dq beyond what an FP8 carrier spans.
     """
     dq[:, :, 0].zero_()
     return dq

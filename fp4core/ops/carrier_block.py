@@ -4,12 +4,13 @@
     backward   the same boundaries the other way, each gradient encoded by the kernel that makes it
 
 Same parameters, same recipe, same random bits as the unfused block; q, k, v and gate, up are one product each
-(their encoded weights lie side by side; the parameters do not move). Differences from calling the layers one by
-one, all in roundings that no format sees: dX of a group is rounded once, RMSNorm and SiLU are the kernels'.
+(their encoded weights lie side by side; the parameters do not move). Differences from calling the layers one
+by one, all in roundings that no format sees: dX of a group is rounded once, RMSNorm and SiLU are the
+kernels'.
 
 Saved for backward: x, qkv after RoPE, the attention output, the stream after attention, gate and up, in BF16,
-and three FP32 vectors. No encoded activation outlives its product: column operands are made in backward by the
-kernels that read their source anyway, so a change of plan never meets an old carrier.
+and three FP32 vectors. No encoded activation outlives its product: column operands are made in backward by
+the kernels that read their source anyway, so a change of plan never meets an old carrier.
 
     T tokens = B sequences of S     D hidden     N = (H + 2 G) d     F ffn
 """
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4core.kernels import fused_rope
+from fp4core.ops import held
 from fp4core.ops.carrier_attention import attention_backward, attention_forward
 from fp4core.ops.carrier_boundary import (
     norm_backward,
@@ -114,6 +116,8 @@ def _forward(
     ffn = gate_up.shape[1] // 2
     rows = silu_forward(down_group, gate_up[:, :ffn], gate_up[:, ffn:])
     y = stream + _project(down_group, rows, weights[6:])
+    for g in (qkv_group, ffn_group):
+        held.share_x(spec, g.producers)
     return [y.view(x.shape), qkv, mixed, stream, gate_up, rstd1, rstd2, lse]
 
 
@@ -247,8 +251,8 @@ def layers(block: nn.Module) -> list[nn.Module]:
 def can_fuse(block: nn.Module, h: Tensor) -> bool:
     """Whether ``block_forward`` computes this block on this input.
 
-    It does for seven ``fp4core.Linear`` of one recipe, without biases or hooks, BF16 activations, heads of 128,
-    dimensions that are multiples of 128 and sequences of multiples of 32.
+    It does for seven ``fp4core.Linear`` of one recipe, without biases or hooks, BF16 activations, heads of
+    128, dimensions that are multiples of 128 and sequences of multiples of 32.
     """
     found = layers(block)
     first = found[0]

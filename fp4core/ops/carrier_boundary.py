@@ -1,9 +1,9 @@
 """The boundaries between a block's matrix products: fused where one kernel can do them, in series elsewhere.
 
-A boundary turns what one product wrote into what the next ones read. Where every view it makes is of one MX format
-the kernels of ``fp4core.kernels.fused_*`` do it in one pass over the data; otherwise (scales that wait for a
-tensor's or stripe's amax, or views of two formats) the same arithmetic is done in BF16 first and the producers
-follow. Both give equal carriers. Shapes: T tokens, K hidden, F ffn features.
+A boundary turns what one product wrote into what the next ones read. Where every view it makes is of one MX
+format the kernels of ``fp4core.kernels.fused_*`` do it in one pass over the data; otherwise (scales that wait
+for a tensor's or stripe's amax, or views of two formats) the same arithmetic is done in BF16 first and the
+producers follow. Both give equal carriers. Shapes: T tokens, K hidden, F ffn features.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def norm_forward(
     """(x + delta, row operand of its RMSNorm, rstd): the input of a group's Fprop."""
     if not _mx_row(g):
         total, y, rstd = fused_norm.norm_forward(x, delta, weight, eps, None, None)
-        return total, encode(g, y, X_ROW, None)[0], rstd
+        return total, encode(g, y, X_ROW, None, None, g.producers[0])[0], rstd
 
     def make() -> tuple[Tensor, Carrier, Tensor]:
         view = view_of(g, X_ROW)
@@ -109,7 +109,7 @@ def norm_backward(
 
     dx, y, row, col, dw = settled(before, [DY_ROW, DY_COL], checked) if d_fused else checked()
     if not y_fused:
-        y = encode(g, y, None, X_COL)[1]
+        y = encode(g, y, None, X_COL, None, g.producers[0])[1]
     if before is not None and not d_fused:
         row, col = encode_gradients(before, [dx], state, True, True)
     return dx, y, row or [], col or [], dw
@@ -155,7 +155,8 @@ def rope_backward(
 def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:
     """Row operand of silu(gate) up, the input of the down group's Fprop."""
     if not _mx_row(g):
-        return encode(g, fused_silu.silu_forward(gate, up, None, None), X_ROW, None)[0]
+        h = fused_silu.silu_forward(gate, up, None, None)
+        return encode(g, h, X_ROW, None, None, g.producers[0])[0]
 
     def make() -> Carrier:
         return _carrier(g, X_ROW, fused_silu.silu_forward(gate, up, view_of(g, X_ROW), g.state[X_ROW]))
@@ -170,7 +171,7 @@ def silu_backward(
     if not (_mx_gradients(g) and _mx_col(down)):
         dgate, dup, h = fused_silu.silu_backward(dh, gate, up, None, None, None, None, None)
         rows, cols = encode_gradients(g, [dgate, dup], state, True, True)
-        return rows, cols, encode(down, h, None, X_COL)[1]
+        return rows, cols, encode(down, h, None, X_COL, None, down.producers[0])[1]
 
     def make() -> tuple[list[Carrier], list[Carrier], Carrier]:
         row = view_of(g, DY_ROW)

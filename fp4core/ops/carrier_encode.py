@@ -13,7 +13,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fp4core import formats
-from fp4core.kernels.producers import CARRIERS, SR, Produced, View, produce
+from fp4core.kernels.producers import CARRIERS, SR, Produced, Scaling, View, produce, scaling
+from fp4core.ops import held
 from fp4core.ops.carrier_gemm import Carrier
 from fp4core.ops.carrier_groups import Group, Weights
 from fp4core.ops.carrier_plan import DY_COL, DY_ROW, W_COL, W_ROW, X_COL, X_ROW, constant_of, is_mx
@@ -51,14 +52,24 @@ def settled(g: Group, views: Sequence[int], make: Callable[[], object]) -> objec
             return made
     names = ", ".join(g.operands[v].format for v in views)
     raise ValueError(
-        f"carrier: got a tensor whose block exponents exceed what BF16 holds ({names}, producers {g.producers}); "
-        "needed magnitudes between 2^-100 and 2^100"
+        f"carrier: got block exponents beyond what BF16 holds ({names}, producers {g.producers}); needed "
+        "magnitudes between 2^-100 and 2^100"
     )
 
 
 def _plain(x: Tensor, view: int) -> Carrier:
     """A BF16 operand that is not quantised."""
     return Carrier(x if view in (X_ROW, DY_ROW, W_ROW) else x.t())
+
+
+def _held_scaling(g: Group, x: Tensor, view: int, producer: int) -> Scaling | None:
+    """Scales of a format whose tensor maximum is sampled and held; None where it takes its own."""
+    column = held.W if view in (W_ROW, W_COL) else held.X if view in (X_ROW, X_COL) else held.DY
+    amax = held.reference(x.to(torch.bfloat16), g.operands[view], g.spec, producer, column)
+    if amax is None:
+        return None
+    where = "row" if view in (X_ROW, DY_ROW, W_ROW) else "col"
+    return scaling(view_of(g, view), where, amax.reshape(1, 1))
 
 
 def _stochastic_column(g: Group, x: Tensor, view: int, state: Tensor, producer: int) -> Carrier:
@@ -109,6 +120,8 @@ def encode(
                 col=None if c is None else view_of(g, c),
                 row_state=None if r is None else g.state[r],
                 col_state=None if c is None else g.state[c],
+                row_scaling=None if r is None else _held_scaling(g, x, r, producer),
+                col_scaling=None if c is None else _held_scaling(g, x, c, producer),
                 sr=sr,
             )
             found |= {
@@ -137,8 +150,8 @@ def encode_gradients(
 ) -> tuple[list[Carrier], list[Carrier]]:
     """Carriers of the output gradients [T, N_i] of a group's linears.
 
-    MX row views of several linears lie side by side in one operand [T, sum N], so that Dgrad is one product; others,
-    whose outer scales differ, and column carriers [N_i, T] stay one per linear.
+    MX row views of several linears lie side by side in one operand [T, sum N], so that Dgrad is one product;
+    others, whose outer scales differ, and column carriers [N_i, T] stay one per linear.
     """
     row, col = (DY_ROW if rows else None), (DY_COL if cols else None)
     ragged = any(n % 32 for dy in grads for n in dy.shape)
@@ -180,7 +193,7 @@ def encode_weights(g: Group, weights: Sequence[Tensor]) -> Weights:
     """
     views = (W_ROW, W_COL)
     kinds = tuple((g.plan.kinds[v], g.plan.refs[v]) for v in views)
-    key = (_EPOCH[0], *((w.data_ptr(), w._version, w.dtype, *w.shape) for w in weights))
+    key = (_EPOCH[0], held.epoch(g.spec), *((w.data_ptr(), w._version, w.dtype, *w.shape) for w in weights))
     if g.weights.key == (key, kinds) and _may_keep():
         return g.weights
 
@@ -189,11 +202,12 @@ def encode_weights(g: Group, weights: Sequence[Tensor]) -> Weights:
         side = _joint_columns(g, weights)
         stack = _joint_rows(g, weights)
         at = 0
-        for w in weights:
+        for w, producer in zip(weights, g.producers):
             n = w.shape[0]
             r, c = _encode_weight(
                 g,
                 w.detach(),
+                producer,
                 None if stack is None else stack[at : at + n],
                 None if side is None else side[:, at : at + n],
             )
@@ -229,14 +243,17 @@ def _joint_columns(g: Group, weights: Sequence[Tensor]) -> Tensor | None:
 
 
 def _encode_weight(
-    g: Group, w: Tensor, row_out: Tensor | None, col_out: Tensor | None
+    g: Group, w: Tensor, producer: int, row_out: Tensor | None, col_out: Tensor | None
 ) -> tuple[Carrier, Carrier]:
     row, col = g.operands[W_ROW], g.operands[W_COL]
     if row == col and row.format == "bf16":
         return _plain(w.to(torch.bfloat16), W_ROW), _plain(w.to(torch.bfloat16), W_COL)
     shared = row == col and formats.get(row.format).two_d and view_of(g, W_ROW) == view_of(g, W_COL)
     if shared and g.plan.kinds[W_ROW] == "bf16" and col_out is None:
-        r, _ = produce(w, row=view_of(g, W_ROW), row_state=g.state[W_ROW], row_out=row_out)
+        scales = _held_scaling(g, w, W_ROW, producer)
+        r, _ = produce(
+            w, row=view_of(g, W_ROW), row_state=g.state[W_ROW], row_scaling=scales, row_out=row_out
+        )
         rows = carrier_of(r, _ref(g, W_ROW))
         # one array serves both contractions: a BF16 product reads either layout
         return rows, Carrier(rows.data.t(), rows.ref, rows.constant, rows.outer)
@@ -247,6 +264,8 @@ def _encode_weight(
         row_state=g.state[W_ROW],
         # one encoding, one state: a shared view reads and records the row view's
         col_state=g.state[W_ROW] if shared else g.state[W_COL],
+        row_scaling=None if row.format == "bf16" else _held_scaling(g, w, W_ROW, producer),
+        col_scaling=None if col.format == "bf16" else _held_scaling(g, w, W_COL, producer),
         row_out=row_out,
         col_out=col_out,
     )

@@ -2,8 +2,8 @@
 
     C [M, N] = (A B^T) 2^(ref_a + ref_b) alpha_i beta_j        A [M, K], B [N, K], products and sums in FP32
 
-The products are those of ``fp4core.kernels.gemm``. On the CPU, where kernels run in the interpreter, the product
-of the decoded operands is taken in FP64 and rounded: the same values as exact accumulation.
+The products are those of ``fp4core.kernels.gemm``. On the CPU, where kernels run in the interpreter, the
+product of the decoded operands is taken in FP64 and rounded: the same values as exact accumulation.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """What the carrier backend remembers about a group of linears between calls.
 
-A group is what shares one input: q, k, v; o; gate, up; down. It is found by its producer ids, its recipe and its
-device, because that is what a custom op is given; nothing here ever changes a result:
+A group is what shares one input: q, k, v; o; gate, up; down. It is found by its producer ids, its recipe and
+its device, because that is what a custom op is given; nothing here ever changes a result:
 
     plan      carrier type and reference exponent per view (``carrier_plan``), known on the host
-    state     int32 [6, 4] on the device: per view (reference, largest, 0x8000 - smallest nonzero BF16 bits of a
+    state     int32 [6, 4] on the device: per view (reference, largest, 0x8000 - smallest nonzero BF16 bits of
+    a
               block maximum, misfits), written by the producers
     weights   the encoded weights, both layouts, valid for one version of the parameters
 
-Modes. ``check`` reads the state after every producer and repeats it with a better plan when a block did not fit:
-exact at once, one host synchronisation per producer. ``deferred`` never waits: ``misfits`` reads all states of a
-model in one copy, between backward and the optimizer, and when it reports anything the step is replayed, with the
-same random bits, under the plan it has just adapted. A view's first call is always checked, so that training
-starts with references that fit.
+Modes. ``check`` reads the state after every producer and repeats it with a better plan when a block did not
+fit: exact at once, one host synchronisation per producer. ``deferred`` never waits: ``misfits`` reads all
+states of a model in one copy, between backward and the optimizer, and when it reports anything the step is
+replayed, with the same random bits, under the plan it has just adapted. A view's first call is always
+checked, so that training starts with references that fit.
 """
 
 from __future__ import annotations
@@ -136,8 +137,8 @@ class Group:
         for v in range(VIEWS):
             if v in views:
                 self.calibrated[v] = True
-                if bad or first:
-                    self.state[v].copy_(torch.tensor([self.plan.refs[v], 0, 0, 0], dtype=torch.int32))
+                # extremes start anew, so that the next call is judged by its own tensor alone
+                self.state[v].copy_(torch.tensor([self.plan.refs[v], 0, 0, 0], dtype=torch.int32))
             elif self.plan.refs[v] != before[v]:
                 self.state[v, 0].fill_(self.plan.refs[v])
         return not bad

@@ -1,9 +1,9 @@
 """The carrier backend of ``fp4core.Linear``: exact FP4 contractions on GPUs without FP4 units.
 
 The contract is that of ``fp4core.ops.linear`` (several linears of one input). Two custom ops, forward and
-backward, with fakes and autograd; everything they remember between calls lives in ``carrier_groups`` and changes
-no result. Saved for backward: the weights themselves, and the column carrier of x alone, one byte per value where
-FP8 holds it (BF16's linear saves two), so Wgrad never reads x again.
+backward, with fakes and autograd; everything they remember between calls lives in ``carrier_groups`` and
+changes no result. Saved for backward: the weights themselves, and the column carrier of x alone, one byte per
+value where FP8 holds it (BF16's linear saves two), so Wgrad never reads x again.
 
 How a saved operand of a fixed size survives a span that no FP8 type holds: its codes and scales, packed, need
 0.53 bytes per value and fit in the same buffer; ``_unpack`` decodes them to a BF16 carrier.
@@ -16,7 +16,10 @@ from torch import Tensor
 
 from fp4core import formats
 from fp4core.kernels.producers import CARRIERS
-from fp4core.ops import carrier_block  # noqa: F401  (registers itself as this backend's fused block)
+from fp4core.ops import (
+    carrier_block,  # noqa: F401  (registers itself as this backend's fused block)
+    held,
+)
 from fp4core.ops import spec as specs
 from fp4core.ops.carrier_encode import encode, encode_gradients, encode_weights
 from fp4core.ops.carrier_gemm import Carrier, contract, sum_of_products
@@ -39,11 +42,15 @@ def _saves_bytes(recipe: LinearRecipe, device: torch.device) -> bool:
 def _forward(
     x: Tensor, weights: list[Tensor], state: Tensor, spec: str, producers: list[int]
 ) -> list[Tensor]:
-    """[Y_i BF16 [T, N_i] ..., saved x ([K, T] bytes or [T, K] BF16), its outer scales FP32 [n], its (kind, ref) int64 [2] on the CPU]."""
+    """[Y_i BF16 [T, N_i] ..., saved x, its outer scales FP32 [n], its (kind, ref) int64 [2] on the CPU].
+
+    x is saved as bytes [K, T] or BF16 [T, K].
+    """
     g = group(producers, spec, x.device)
     w = encode_weights(g, weights)
     x_row, x_col = encode(g, x, X_ROW, X_COL, state, g.producers[0])
     outputs = [contract(x_row, w_row, _BF16) for w_row in w.rows]
+    held.share_x(spec, producers)
     return [*outputs, *_pack(g, x, x_col)]
 
 

@@ -29,7 +29,8 @@ DY_ROW, DY_COL, X_ROW, X_COL, W_ROW, W_COL = range(6)
 VIEWS = 6
 VIEW_NAMES = ("dy_row", "dy_col", "x_row", "x_col", "w_row", "w_col")
 
-# type -> smallest and largest k - ref whose block it holds exactly, smallest and largest ref the producers take
+# type -> smallest and largest k - ref whose block it holds exactly, smallest and largest ref the producers
+# take
 RANGE = {"e5m2": (-15, 13, -100, 22), "e4m3": (-8, 6, -100, 14)}
 # contraction -> (left view, right view, preferred types of the two)
 CONTRACTIONS = {

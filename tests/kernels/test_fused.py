@@ -1,7 +1,8 @@
 """Fused boundaries against the same arithmetic followed by the producers: equal carriers, bit for bit.
 
-The producers are held to the reference in ``test_producers``; here every fused kernel is held to them. Sizes make
-the tiles meet every case: one and four groups of 32 tokens, one and several feature chunks, two sequences.
+The producers are held to the reference in ``test_producers``; here every fused kernel is held to them. Sizes
+make the tiles meet every case: one and four groups of 32 tokens, one and several feature chunks, two
+sequences.
 """
 
 from __future__ import annotations
