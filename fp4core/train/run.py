@@ -23,7 +23,7 @@ from fp4core.recipe import to_dict
 from .checkpoint import Checkpoints
 from .diagnose import first_bad_tensor
 from .distributed import World, device_record, is_lost_rank, peak_memory_gib
-from .engine import Engine, StepResult
+from .engine import Engine, Split, StepResult
 from .lock import run_lock
 from .metrics import Metrics
 from .progress import Progress
@@ -60,6 +60,8 @@ def train(request: Request, *, world: World) -> Path:
     with contextlib.ExitStack() as stack:
         with _together(world):
             if world.first:
+                settings = run.study.train
+                Split.of(global_batch=settings.global_batch, local_batch=settings.local_batch, world=world)
                 stack.enter_context(run_lock(run.path))
                 archived = run.settle(run.identity(), on_mismatch=request.on_mismatch)
                 run.path.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import multiprocessing
+import random
 import shutil
 import socket
 import sys
@@ -121,7 +122,7 @@ class Lab:
         return processes
 
     def _spawn(self, work: list[Work]) -> Process:
-        process = _CONTEXT.Process(target=run_commands, args=(work, str(self.output)))
+        process = _CONTEXT.Process(target=run_commands, args=(work, str(self.output)), daemon=True)
         process.start()
         return process
 
@@ -146,11 +147,14 @@ class Lab:
 
 
 def _free_ports(count: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [str(probe.getsockname()[1]) for probe in probes]
+    """Ports below the range that outgoing connections draw from, so that none is lost until its use."""
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.randrange(12000, 32000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.add(port)
+    return [str(port) for port in found]
 
 
 _CONTEXT = multiprocessing.get_context("forkserver")

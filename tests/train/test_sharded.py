@@ -19,6 +19,7 @@ def _two(lab: Lab, routes: list[str], *more: str) -> None:
     processes = lab.start_ranks(2, routes, *more)
     for process in processes:
         process.join(240)
+        process.kill()
     assert [p.exitcode for p in processes] == [0, 0], lab.output.read_text()
 
 
