@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-NAMES = ("boundary", "producers", "gemm", "linear", "block", "step")
+NAMES = ("boundary", "producers", "gemm", "linear", "block", "step", "cost-model")
 
 
 def main(argv: list[str]) -> int:
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
     if name not in NAMES:
         raise ValueError(f"unknown benchmark {name!r}; choose one of: {', '.join(NAMES)}")
     try:
-        module = importlib.import_module(f"{__name__}.{name}")
+        module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
     except ModuleNotFoundError as error:
         raise ValueError(
             f"benchmark {name} cannot start: no module {error.name!r} in this installation"

@@ -197,17 +197,23 @@ def _problems(build: Build, ptx: str, found: dict[str, Any]) -> list[str]:
 
 
 def _resources(cubin: bytes) -> dict[str, int]:
-    """Registers and stack bytes (where spilled registers go) by the disassembler that Triton ships."""
+    """Registers, stack bytes (where spilled registers go) and machine instructions, from the cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", done.stdout + done.stderr)
+        usage, code = (_cuobjdump(option, file.name) for option in ("-res-usage", "-sass"))
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of resources: {(done.stdout + done.stderr).strip()}")
+        raise RuntimeError(f"cuobjdump says nothing of resources: {usage.strip()}")
     registers, stack, local = map(int, found.groups())
-    return {"registers": registers, "stack_bytes": stack + local}
+    sass = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE))
+    return {"registers": registers, "stack_bytes": stack + local, "sass_instructions": sass}
+
+
+def _cuobjdump(option: str, path: str) -> str:
+    command = [triton.knobs.nvidia.cuobjdump.path, option, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
 
 
 def main(argv: list[str] | None = None) -> int:
