@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from eval import job as jobs
-from eval import records, stream
+from eval import stream
+from fp4core import records
 
 SCHEMA = "fp4core.dgrad"
 FORMATS = {"mxfp4": ("mxfp4", "mxfp4_w2d"), "nvfp4_cta": ("nvfp4_cta", "nvfp4_cta_w2d")}

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from eval import benchmarks, export, lm_tasks, records, score
+from eval import benchmarks, export, lm_tasks, score
 from eval import job as jobs
+from fp4core import records
 from fp4core.recipe import load_inputs, verify_binding
 
 SCHEMA = "fp4core.downstream"

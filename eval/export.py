@@ -21,8 +21,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval import gate, records
+from eval import gate
 from eval import job as jobs
+from fp4core import records
 from fp4core.recipe import ModelConfig
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval import records
 from fp4core import recipe as recipes
+from fp4core import records
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from eval import records
+from fp4core import records
 from fp4core.recipe import Recipe, Study
 
 Record = dict[str, Any]

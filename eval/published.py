@@ -19,9 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from eval import collect, records, tidy
+from eval import collect, tidy
 from eval import logs as checked
 from fp4core import recipe as recipes
+from fp4core import records
 from fp4core._recipe_published import ENDPOINT_STEP, KNOWN_SUMS, OWN, STUDY, lacking, role_of
 
 SEED = 42

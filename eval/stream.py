@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eval import records
 from eval.job import Job
+from fp4core import records
 
 if TYPE_CHECKING:
     import numpy as np

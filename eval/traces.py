@@ -21,8 +21,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval import records
-from fp4core import formats
+from fp4core import formats, records
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval import job as jobs
-from eval import records, stream
+from eval import stream
+from fp4core import records
 
 if TYPE_CHECKING:
     import numpy as np

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"error: unknown command {name!r}{nearest(name, COMMANDS)}\n{usage()}", file=sys.stderr)
         return EXIT_INPUT
-    from fp4core.train.records import EchoedError, RunError, StopEarly
+    from fp4core.train.errors import EchoedError, RunError, StopEarly
 
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest)

@@ -32,11 +32,11 @@ import torch
 from fp4core import formats
 from fp4core.ops.quantize import SRKey, matmul, quantize
 from fp4core.recipe import LinearRecipe, Operand, Recipe, Study, study_routes
+from fp4core.records import archive_stale, envelope, write_json, write_marker
 from fp4core.reference import casts
 from fp4core.reference import quantize as reference
 from fp4core.train.commands.options import parser, resolve_study
 from fp4core.train.distributed import device_record, pick_device
-from fp4core.train.records import envelope, write_json, write_marker
 
 BOUNDARY_SCHEMA = "fp4core.boundary"
 STAGES = ("reduce", "quantise", "layout", "gemm")
@@ -82,6 +82,7 @@ def budget(study: Study, recipes: dict[str, Recipe], *, results: Path) -> Path:
         inputs={route: recipe.hash for route, recipe in recipes.items()},
     )
     path = results / "boundary" / "budget.json"
+    archive_stale(path, results, recipe_hash=None, stage_hash=head["stage_hash"], recipes=head["inputs"])
     write_json(path, {**head, "rows": rows})
     return path
 

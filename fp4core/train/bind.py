@@ -21,8 +21,8 @@ import yaml
 from fp4core._recipe_files import HashCache, hash_files, inside, write_text
 from fp4core._recipe_inputs import KINDS
 from fp4core.recipe import Inputs, inputs_from_dict, load_inputs, nearest, to_dict
+from fp4core.records import read_json
 
-from .records import read_json
 from .shards import open_shard
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from fp4core.recipe import BoundFiles, Study, load_inputs, missing_inputs, verify_binding
+from fp4core.records import sha256_file
 
 from .ledger import refuse_overlap
-from .records import sha256_file, tree_hash
-from .shards import count_shard, open_shard
+from .shards import count_shard, open_shard, tree_hash
 from .tokens import stream_sha256, unigram_entropy
 
 KINDS = ("tokenizer", "corpus", "validation")

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fp4core.records import read_json, sha256_bytes, sha256_file, write_json
+
 from .bound import end_of_text
 from .documents import Text, find_files, read_documents
 from .ledger import SUFFIX, Ledger, held
 from .lock import run_lock
-from .records import read_json, sha256_bytes, sha256_file, write_json
 from .tokens import token_dtype, write_shard
 
 if TYPE_CHECKING:

@@ -29,12 +29,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fp4core.records import read_json, sha256_bytes, sha256_file, write_atomic, write_json
+
 from .bound import end_of_text
 from .build_shards import encode, load_tokenizer
 from .documents import Text, find_files, read_documents
 from .ledger import Ledger, known_in, ledgers
 from .lock import run_lock
-from .records import read_json, sha256_bytes, sha256_file, write_atomic, write_json
 from .tokens import stream_sha256, token_dtype, write_validation
 
 SCHEMA = {"name": "fp4core.validation_stream", "version": 1}

@@ -30,8 +30,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
+from fp4core.records import read_json, sha256_file, sync_directory, write_json
+
 from .distributed import World
-from .records import RunError, read_json, sha256_file, sync_directory, write_json
+from .errors import RunError
 
 MANIFEST = "checkpoint.json"
 _NAME = re.compile(r"step-(\d{8})")

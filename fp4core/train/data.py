@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from fp4core.recipe import Study
+from fp4core.records import envelope, read_json, sha256_bytes, sha256_file, write_json
 
 from . import tokens
 from .bound import bindings_of, build_bound
 from .corpus import Corpus, embedded_corpus
-from .records import envelope, read_json, sha256_bytes, sha256_file, tree_hash, write_json
-from .shards import DATA_SCHEMA, check_data
+from .shards import DATA_SCHEMA, check_data, tree_hash
 
 
 def prepare_data(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .records import StopEarly
+from .errors import StopEarly
 
 TIMEOUT = datetime.timedelta(minutes=10)
 

@@ -26,9 +26,9 @@ from fp4core.ops.held import held_amax
 from fp4core.recipe import Recipe, Study
 
 from .distributed import World, shard
+from .errors import RunError
 from .guard import step_guard
 from .optim import learning_rate, make_optimizer, set_learning_rate, set_progress
-from .records import RunError
 from .shards import TokenStream
 
 

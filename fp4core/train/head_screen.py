@@ -16,11 +16,11 @@ import torch
 
 from fp4core.ops.linear import resolve_backend
 from fp4core.recipe import Recipe, Study
+from fp4core.records import archive_stale, envelope, write_json, write_marker
 
 from .distributed import World, device_record
 from .engine import Engine
 from .probe import rates, timed_steps
-from .records import envelope, write_json, write_marker
 from .shards import TokenStream, check_data, open_training
 
 SCREEN_SCHEMA = "fp4core.output_head"
@@ -80,6 +80,7 @@ def head_screen(
         )
         screen = study.output_head
         window = {"steps": screen.steps, "window_first": screen.window[0], "window_last": screen.window[1]}
+        archive_stale(path, results, recipe_hash=recipe.hash, stage_hash=head["stage_hash"])
         write_json(path, {**head, **window, "variants": rows})
         if done:
             write_marker(done, path, recipe_hash=recipe.hash, stage_hash=study.stage_hash("output_head"))

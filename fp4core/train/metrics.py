@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .records import write_atomic
+from fp4core.records import write_atomic
 
 SCHEMA = pa.schema(
     [

@@ -16,11 +16,12 @@ import torch
 
 from fp4core.ops.linear import preferred_backend, resolve_backend
 from fp4core.recipe import Geometry, Recipe, Study
+from fp4core.records import archive_stale, envelope, write_json, write_marker
 
 from .distributed import World, device_record, peak_memory_gib
 from .engine import Engine
+from .errors import RunError
 from .progress import Progress
-from .records import RunError, envelope, write_json, write_marker
 from .shards import TokenStream, check_data, open_training
 from .utilisation import mfu
 
@@ -51,6 +52,7 @@ def probe(study: Study, recipe: Recipe, seed: int, *, results: Path, done: Path 
             backend=resolve_backend(preferred_backend(recipe, study.backend), world.device.type),
             inputs={"data": data["data_sha256"]},
         )
+        archive_stale(path, results, recipe_hash=recipe.hash, stage_hash=head["stage_hash"])
         write_json(path, {**head, "measurements": rows})
         if done:
             write_marker(done, path, recipe_hash=recipe.hash, stage_hash=study.stage_hash("probe"))

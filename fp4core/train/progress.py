@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from .records import utc_now
+from fp4core.records import utc_now
 
 LINE_SECONDS = 10.0
 

@@ -19,15 +19,16 @@ import torch
 from fp4core.model.arithmetic import count_parameters
 from fp4core.ops.linear import preferred_backend, resolve_backend
 from fp4core.recipe import to_dict
+from fp4core.records import envelope, read_json, utc_now, write_json
 
 from .checkpoint import Checkpoints
 from .diagnose import first_bad_tensor
 from .distributed import World, device_record, is_lost_rank, peak_memory_gib
 from .engine import Engine, Split, StepResult
+from .errors import EchoedError, RunError, StopEarly
 from .lock import run_lock
 from .metrics import Metrics
 from .progress import Progress
-from .records import EchoedError, RunError, StopEarly, envelope, read_json, utc_now, write_json
 from .rundir import MANIFEST_SCHEMA, SUMMARY_SCHEMA, Identity, RunDir
 from .shards import check_data, open_training
 from .stopping import StopWish

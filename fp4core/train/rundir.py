@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp4core.recipe import Recipe, Study, to_dict
-
-from .records import read_json, sha256_file, utc_now, write_json
+from fp4core.records import read_json, sha256_file, utc_now, write_json
 
 MANIFEST_SCHEMA = "fp4core.run"
 SUMMARY_SCHEMA = "fp4core.summary"

@@ -8,6 +8,7 @@ training; place p of the run with seed s reads window `order.window_at(p, seed=s
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 import pyarrow as pa
 
 from fp4core._recipe_files import verify_files
+from fp4core.records import read_json, sha256_bytes, sha256_file
 
 from .order import window_at
-from .records import read_json, sha256_file
 
 DATA_SCHEMA = "fp4core.data"
 
@@ -151,3 +152,9 @@ def read_validation(directory: Path, record: dict[str, Any]) -> np.ndarray:
     reader = open_shard(path, kind="validation", tokenizer_sha256=record["tokenizer"]["sha256"])
     column = reader.read_all().column("tokens").combine_chunks()
     return column.flatten().to_numpy().astype(np.int64).reshape(len(column), -1)
+
+
+def tree_hash(items: Iterable[tuple[str, str]]) -> str:
+    """One SHA-256 over (name, sha256) pairs, independent of their order: what names a data directory."""
+    lines = sorted(f"{digest}  {name}\n" for name, digest in items)
+    return sha256_bytes("".join(lines).encode())

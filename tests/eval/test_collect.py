@@ -12,10 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from eval import collect, records, tidy, validate
+from eval import collect, tidy, validate
 from eval.__main__ import main
 from eval.logs import Logs
 from fp4core import recipe as recipes
+from fp4core import records
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMAS = sorted((ROOT / "schemas" / "tidy").glob("*.schema.json"))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fp4core
-from eval import dgrad, records
+from eval import dgrad
 from eval.__main__ import main
+from fp4core import records
 from fp4core.model import build_model
 
 
@@ -78,7 +79,13 @@ def test_command_writes_every_comparison(project):
     ratios = [row["ratio"] for row in record["rows"]]
     assert record["geometric_mean_ratio"] == pytest.approx(dgrad.geometric_mean(ratios))
     assert record["nvfp4_cta_lower"] == sum(r > 1 for r in ratios)
-    assert records.read_json(done)["sha256"] == records.sha256_file(project.results / "dgrad/s3.json")
+    path = project.results / "dgrad/s3.json"
+    assert records.read_json(done)["sha256"] == records.sha256_file(path)
+    records.write_json(path, record | {"stage_hash": "0123456789ab"})
+    assert main(["dgrad", *project.cli(route=None)]) == 0
+    (kept,) = (project.results / "archive" / "bf16").rglob("s3.json")
+    assert records.read_json(kept)["stage_hash"] == "0123456789ab"
+    assert records.read_json(path)["stage_hash"] == record["stage_hash"]
 
 
 def test_more_tokens_than_the_stream_has_is_one_error(project, capsys):

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eval import export, gate, oracle, records
+from eval import export, gate, oracle
 from eval.__main__ import main
+from fp4core import records
 from fp4core.model import rope_inv_freq
 from fp4core.recipe import RopeConfig
 

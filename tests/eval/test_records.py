@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eval import records
+from fp4core import records
 
 
 def record(results, name="validation/bf16/s0/step-00000010.json", **fields):

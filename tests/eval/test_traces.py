@@ -8,9 +8,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from eval import records, traces
+from eval import traces
 from eval.__main__ import main
-from fp4core import formats
+from fp4core import formats, records
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "schemas" / "tidy"
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from eval import oracle, records, stream, validate
+from eval import oracle, stream, validate
 from eval.__main__ import main
+from fp4core import records
 from fp4core.model import build_model, rope_inv_freq
 
 

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from child import Work, run_commands
 
 from fp4core.recipe import load_study, recipes_dir
+from fp4core.records import read_json, write_json
 from fp4core.train import data
 from fp4core.train.corpus import Corpus
 from fp4core.train.data import prepare_data
-from fp4core.train.records import read_json
 
 TINY: dict[str, Any] = {
     "version": 1,
@@ -144,6 +144,13 @@ class Lab:
         return read_json(self.run_path(route) / "checkpoints" / f"step-{step:08d}" / "checkpoint.json")[
             "files"
         ]
+
+
+def old_record(path: Path, **fields: Any) -> str:
+    """Leave a record of another recipe and study at `path`; returns its text."""
+    old = {"seed": 0, "recipe_hash": "aaa", "stage_hash": "bbb", "inputs": {"bf16": "ccc"}}
+    write_json(path, old | fields)
+    return path.read_text()
 
 
 def _free_ports(count: int) -> list[str]:

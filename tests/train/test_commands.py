@@ -10,13 +10,13 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
-from conftest import Lab
+from conftest import Lab, old_record
 
 from fp4core import formats
 from fp4core.__main__ import COMMANDS, main
 from fp4core.bench import boundary
 from fp4core.recipe import list_routes
-from fp4core.train.records import read_json
+from fp4core.records import read_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,10 +26,14 @@ def _where(lab: Lab) -> list[str]:
 
 
 def test_boundary_budget(lab: Lab) -> None:
-    marker = lab.results / "b.json"
+    marker, stage_hash = lab.results / "b.json", lab.study().stage_hash("boundary")
+    budget = lab.results / "boundary" / "budget.json"
+    # of the same study, but of another recipe of one route
+    older = old_record(budget, route=None, seed=None, recipe_hash=None, stage_hash=stage_hash)
     arguments = ["--results", str(lab.results), "--done", str(marker)]
     assert main(["bench", "boundary", *_where(lab), *arguments]) == 0
-    record = read_json(lab.results / "boundary" / "budget.json")
+    assert (lab.results / "archive/study" / stage_hash / "boundary/budget.json").read_text() == older
+    record = read_json(budget)
     schema = json.loads((ROOT / "schemas" / "tidy" / "boundary.schema.json").read_text())
     for row in record["rows"]:
         jsonschema.validate(row, schema)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Lab
+from conftest import Lab, old_record
 
 from fp4core.recipe import load_recipe
+from fp4core.records import read_json
 from fp4core.train.distributed import World
 from fp4core.train.engine import Engine
+from fp4core.train.errors import RunError
 from fp4core.train.optim import learning_rate
 from fp4core.train.probe import geometries, rates
-from fp4core.train.records import RunError, read_json
 from fp4core.train.shards import check_data, open_training
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -110,7 +111,9 @@ def _command(lab: Lab, name: str, *more: str) -> int:
 
 def test_probe_writes_both_geometries(lab: Lab) -> None:
     assert list(geometries(lab.study(), "bf16")) == ["selected", "matched"]
+    older = old_record(lab.results / "probes" / "mxfp4_sr" / "s0.json", route="mxfp4_sr")
     assert _command(lab, "probe", "--route", "mxfp4_sr", "--done", str(lab.results / "p.json")) == 0
+    assert (lab.results / "archive/mxfp4_sr/s0-aaa-bbb/probes/mxfp4_sr/s0.json").read_text() == older
     record = read_json(lab.results / "probes" / "mxfp4_sr" / "s0.json")
     selected, matched = record["measurements"]
     assert (selected["local_batch"], selected["accumulation"]) == (4, 1)
@@ -123,7 +126,9 @@ def test_probe_writes_both_geometries(lab: Lab) -> None:
 
 
 def test_head_screen_compares_with_its_control(lab: Lab) -> None:
+    older = old_record(lab.results / "output_head" / "s0.json", route="mxfp4_sr")
     assert _command(lab, "head-screen") == 0
+    assert (lab.results / "archive/mxfp4_sr/s0-aaa-bbb/output_head/s0.json").read_text() == older
     record = read_json(lab.results / "output_head" / "s0.json")
     control, lowp, wgrad = record["variants"]
     assert control["grad_relative_difference"] == 0.0

@@ -10,9 +10,9 @@ import torch
 import yaml
 from conftest import Lab
 
+from fp4core.records import read_json
 from fp4core.train import checkpoint, engine
 from fp4core.train.lock import run_lock
-from fp4core.train.records import read_json
 
 
 def _one_error(capfd: pytest.CaptureFixture[str]) -> str:

@@ -7,7 +7,7 @@ import json
 import pytest
 from conftest import Lab
 
-from fp4core.train.records import read_json
+from fp4core.records import read_json
 
 
 def with_interval(lab: Lab, interval: int) -> None:

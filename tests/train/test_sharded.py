@@ -10,7 +10,7 @@ import pytest
 from conftest import Lab
 
 from fp4core.recipe import list_routes
-from fp4core.train.records import read_json
+from fp4core.records import read_json
 
 SHORT = {"steps": 2, "cuts": [2], "endpoint_step": 2, "local_batch": 2, "clip": 100.0}
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from conftest import Lab
 
-from fp4core.train.records import read_json
+from fp4core.records import read_json
 
 
 def test_a_te_run_does_not_change_hands(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:

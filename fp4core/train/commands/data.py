@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp4core.records import write_marker
+
 from ..data import prepare_data
-from ..records import write_marker
 from .options import parser, resolve_study
 
 

