@@ -46,8 +46,8 @@ def score(
 ) -> Scores:
     """Score every selected item. `lm_tasks.go_offline` must have run before.
 
-    Raises ValueError when a shot shows the item that is being scored, or when lm-eval's own averages
-    differ from the averages of the items.
+    Raises ValueError when a shot shows the item that is being scored, when a continuation is longer than
+    `max_length`, or when lm-eval's own averages differ from the averages of the items.
     """
     import numpy as np
     import torch
@@ -98,6 +98,7 @@ def _counting_model(directory: Path, *, batch_size: int, max_length: int, device
         def _loglikelihood_tokens(
             self, requests: list[Any], *args: Any, **kwargs: Any
         ) -> list[tuple[float, bool]]:
+            require_fit(max((len(continuation) for *_, continuation in requests), default=0), self.max_length)
             lengths = (len(context) + len(continuation) for _, context, continuation in requests)
             longest = self.max_length + 1  # the last token is only a target
             self.truncated = {doc for doc, length in zip(self._asked, lengths) if length > longest}
@@ -121,6 +122,15 @@ def _counting_model(directory: Path, *, batch_size: int, max_length: int, device
         logits_cache=False,
         use_fast_tokenizer=True,
     )
+
+
+def require_fit(longest: int, max_length: int) -> None:
+    """ValueError when a continuation of `longest` tokens cannot be scored within `max_length` of them."""
+    if longest > max_length:
+        raise ValueError(
+            f"downstream.max_length: got {max_length} tokens, needed {longest}, the longest continuation of "
+            "the study's items; raise it in the study (unset, it is train.sequence)"
+        )
 
 
 def _refuse_leaks(task: Any, samples: list[dict[str, Any]]) -> None:

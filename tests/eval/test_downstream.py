@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from eval import benchmarks, downstream, export, lm_tasks, oracle, records, score
+from eval import benchmarks, downstream, export, lm_tasks, oracle, score
 from eval.__main__ import main
+from fp4core import records
 from fp4core.model import rope_inv_freq
 
 pytestmark = pytest.mark.skipif(
@@ -164,6 +165,21 @@ def test_item_among_its_own_shots_is_refused(scored, name):
     leaky = replace(chosen, pool={"": chosen.scored[""][:2]})
     with pytest.raises(ValueError, match="is among its own shots"):
         run_score(scored, {name: leaky})
+
+
+def test_too_short_a_context_for_an_answer_is_one_line(project, capsys):
+    """A prompt may be cut on the left, an answer may not: the longest has over a hundred tokens here."""
+    study = project.recipes_dir / "studies" / "tiny.yaml"
+    text = study.read_text()
+    study.write_text(text.replace("max_length: 256", "max_length: 12"))
+    try:
+        assert main(["downstream", *project.cli()]) == 2
+    finally:
+        study.write_text(text)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: downstream.max_length: got 12 tokens, needed ")
+    assert "raise it in the study" in error
+    assert not (project.results / "downstream/bf16/s3.json").exists()
 
 
 def test_gate_of_another_rotation_voids_the_scores(scored, tmp_path, monkeypatch, capsys):
