@@ -1,8 +1,8 @@
-"""One 8B block, forward and backward: fused, layer by layer, and compiled BF16.
+"""A few 8B blocks, forward and backward: fused, layer by layer, and compiled BF16.
 
     python -m fp4core.bench block [--sequences 1,2] [--routes mxfp4_sr,...] [--repeats 7] [--out FILE]
 
-``step`` with a single block, where the unfused route (``fp4core.Linear`` layers with compiled element-wise
+``step`` with four blocks, where the unfused route (``fp4core.Linear`` layers with compiled element-wise
 work between them) is timed as well: what the fused boundaries are worth.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp4core.bench import common
 from fp4core.bench.step import measure
-from fp4core.bench.workload import ROUTES
+from fp4core.bench.workload import ROUTES, set_registers
 
 
 @contextmanager
@@ -34,16 +34,20 @@ def main(argv: list[str]) -> int:
     """Command line; see the module."""
     parser = argparse.ArgumentParser(prog="python -m fp4core.bench block", description=__doc__)
     parser.add_argument("--sequences", default="1,2")
+    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--routes", default=",".join(ROUTES))
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--registers", help="silu,norm,rope: bound registers of the fused backward kernels")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "block.json")
     options = parser.parse_args(argv)
     device = common.require_gpu()
+    if options.registers:
+        set_registers(options.registers)
     rows = []
     for sequences in (int(n) for n in options.sequences.split(",")):
         one = argparse.Namespace(
-            blocks=1, sequences=sequences, length=options.length, repeats=options.repeats
+            blocks=options.blocks, sequences=sequences, length=options.length, repeats=options.repeats
         )
         base = measure(None, one, device, False)
         rows.append({**base, "schedule": "compiled", "ratio": 1.0})

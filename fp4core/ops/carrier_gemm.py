@@ -64,7 +64,7 @@ def contract(
     a: Carrier, b: Carrier, dtype: torch.dtype, out: Tensor | None = None, accumulate: bool = False
 ) -> Tensor:
     """A B^T in ``dtype`` (BF16 or FP32) [M, N]; into ``out`` where given, added to it when ``accumulate``."""
-    if not (a.fp8 and b.fp8) or (a.data.dtype == b.data.dtype == torch.float8_e5m2):
+    if not (a.fp8 and b.fp8):
         a, b = a.widened(), b.widened()
     constant = a.constant * b.constant
     device = a.data.device

@@ -5,13 +5,14 @@ multiplies by 2^ref. ``ref`` is one exponent for a whole tensor. It never change
 whether every block's k - ref lies in the type's range.
 
     type   k - ref held exactly     GEMM partner
-    e5m2   -15 .. 13  (29 steps)    e4m3
+    e5m2   -15 .. 13  (29 steps)    e4m3, or e5m2 by a Triton product
     e4m3    -8 ..  6  (15 steps)    e5m2 or e4m3
     bf16   all that occur           bf16, at half the rate
 
 cuBLAS has no E5M2 x E5M2 product, so one operand of every contraction is E4M3: W in Fprop and Dgrad, X in
-Wgrad, unless the observed spans ask for the swap. A block outside the range is counted by its producer
-("misfit"), never rounded into range silently: the step is replayed with the plan that ``Plan.adapt`` makes.
+Wgrad, unless the observed spans ask for the swap, or for E5M2 on both sides (a Triton product, 10 to 40%
+slower). A block outside the range is counted by its producer ("misfit"), never rounded into range silently:
+the step is replayed with the plan that ``Plan.adapt`` makes.
 
 Formats whose block scale is no power of two (NVFP4, UE5M3) always use BF16 carriers, which hold every
 E2M1 x E4M3 and E2M1 x UE5M3 product; their outer scales go to the GEMM's epilogue.
@@ -85,8 +86,8 @@ def reference(kind: str, span: tuple[int, int]) -> int:
 def choose_types(
     left: tuple[int, int], right: tuple[int, int], preferred: tuple[str, str]
 ) -> tuple[str, str]:
-    """Carrier types of a contraction's operands: as preferred, swapped, or BF16 for both."""
-    for kinds in (preferred, (preferred[1], preferred[0])):
+    """Carrier types of a contraction's operands: as preferred, swapped, both E5M2, or BF16 for both."""
+    for kinds in (preferred, (preferred[1], preferred[0]), ("e5m2", "e5m2")):
         if fits(kinds[0], left) and fits(kinds[1], right):
             return kinds
     return ("bf16", "bf16")

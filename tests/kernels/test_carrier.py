@@ -157,7 +157,7 @@ def test_a_reference_centres_the_span_in_the_range(kind):
         ((-3, 3), (-3, 3), ("e5m2", "e4m3")),
         ((-20, 8), (0, 14), ("e5m2", "e4m3")),
         ((0, 14), (-20, 8), ("e4m3", "e5m2")),
-        ((-20, 8), (-20, 8), ("bf16", "bf16")),
+        ((-20, 8), (-20, 8), ("e5m2", "e5m2")),
         ((-20, 9), (0, 1), ("bf16", "bf16")),
         ((0, -1), (-20, 8), ("e4m3", "e5m2")),
         ((30, 40), (0, 1), ("bf16", "bf16")),
@@ -176,6 +176,8 @@ def test_a_plan_moves_references_first_and_widens_for_good():
     assert len(changed) == 1 and "e5m2 x e4m3 -> e4m3 x e5m2" in changed[0]
     assert plan.refs[DY_COL] == reference("e4m3", (-18, -9)) and plan.fallbacks == {"wgrad": 1}
     plan.adapt({DY_COL: (-30, -9)})
+    assert (plan.kinds[DY_COL], plan.kinds[X_COL]) == ("e5m2", "e5m2")
+    plan.adapt({DY_COL: (-60, -9)})
     assert (plan.kinds[DY_COL], plan.kinds[X_COL]) == ("bf16", "bf16") and plan.refs[X_COL] == 0
     plan.adapt({DY_COL: (-10, -9), X_COL: (0, 1)})
     assert plan.kinds[X_COL] == "bf16"
