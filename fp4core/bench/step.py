@@ -68,6 +68,7 @@ class Step:
         from fp4core.ops import carrier
 
         self.model.zero_grad(set_to_none=True)
+        self.h.grad = None
         if self.route is not None:
             carrier.encode_weights(self.model)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
