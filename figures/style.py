@@ -101,9 +101,11 @@ LOOKS = {
     "operand_hybrid_h16": Look("#E69F00", "h", _DOTS, "Operand H16"),
     "operand_hybrid_h32": Look("#D55E00", "*", "-", "Operand H32"),
     "depth_hybrid_global_27_5": Look("#767676", "d", _DOTDASH, "Depth NV/MX"),
+    # not part of the report, and called so
+    "ue5m3": Look("#332288", "p", _DOTS, "UE5M3 (extra)"),
 }
-_SPARE_COLORS = ("#332288", "#44AA99", "#661100", "#6699CC", "#999933", "#DDCC77")
-_SPARE_MARKERS = ("p", "8", "H", "1", "2", "3")
+_SPARE_COLORS = ("#999933", "#44AA99", "#661100", "#6699CC", "#DDCC77", "#999999")
+_SPARE_MARKERS = ("4", "8", "H", "1", "2", "3")
 
 
 def look(slug: str, label: str | None = None, place: int = 0) -> Look:
