@@ -82,8 +82,8 @@ def test_same_input_gives_the_same_bytes_in_another_process(one, results, tmp_pa
 
 def test_every_route_has_its_own_colour_and_marker():
     looks = list(style.LOOKS.values())
-    assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(looks) == 12
-    assert len({look.short for look in looks}) == 12
+    assert len({look.color for look in looks}) == len({look.marker for look in looks}) == len(looks) == 13
+    assert len({look.short for look in looks}) == 13
     assert style.look("my_route", "My route").short == "My route"
     assert style.look("my_route", "x" * 60).short == "my route"
 
