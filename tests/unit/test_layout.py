@@ -51,8 +51,8 @@ NEVER = {
 TOP = {
     *(".ci", ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile"),
     *("README.md", "Snakefile", "docs", "environment.yml", "eval", "figures", "fp4core", "local"),
-    *("pyproject.toml", "recipes", "requirements-nodeps.txt", "requirements.txt", "schemas", "slurm"),
-    *("tests", "workflow"),
+    *("pyproject.toml", "recipes", "requirements-nodeps.txt", "requirements-pretrained.txt"),
+    *("requirements.txt", "schemas", "slurm", "tests", "workflow"),
 }
 TEXT = {".py", ".smk", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".csv", ".cff", ""}
 

@@ -1,0 +1,28 @@
+"""A real pretrained model, only when asked for: scores by format, and the Dgrad diagnostic on its tensors.
+
+Needs requirements-pretrained.txt; the command says so where it is not installed.
+"""
+
+
+rule pretrained:
+    input:
+        ancient(PLAN.done("data")),
+    output:
+        f"{SETTINGS.results}/pretrained/done.json",
+    log:
+        f"{SETTINGS.results}/pretrained/pretrained.log",
+    conda:
+        "../../environment.yml"
+    threads: 2
+    resources:
+        accelerator=PLAN.accelerator,
+    params:
+        key=PLAN.key("data"),
+        recipes=[PLAN.recipes[r].hash for r in PLAN.recipes],
+        routes="bf16 mxfp4_sr nvfp4_cta nvfp4_global",
+        sizes="--items 20 --sequences 4 --gradients 2 --length 256",
+        study=SETTINGS.told,
+        results=PLAN.told,
+    shell:
+        "python -m eval pretrained {params.study} --results {params.results}"
+        " --out $(dirname {output}) --routes {params.routes} {params.sizes} --done {output} 2>&1 | tee {log}"
