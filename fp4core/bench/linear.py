@@ -29,6 +29,7 @@ def _compiled(fn: Callable) -> Callable:
 
 def baseline_ms(data: GroupData) -> float:
     """The faster compiled BF16 forward and backward of a group."""
+    torch.compiler.reset()  # every group and token count is a graph of its own, more than dynamo keeps
     versions = [bf16_linears] if len(data.weights) == 1 else [bf16_linears, bf16_joint]
     times = []
     for version in versions:

@@ -126,6 +126,10 @@ def measure(
         "misfits": misfits,
     }
     del step
+    if route is not None:
+        from fp4core.ops import carrier_groups
+
+        carrier_groups.forget()  # or the next route's memory would count this one's encodings
     gc.collect()
     torch.cuda.empty_cache()
     return row

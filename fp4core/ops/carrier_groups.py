@@ -143,6 +143,11 @@ class Group:
                 self.state[v, 0].fill_(self.plan.refs[v])
         return not bad
 
+    def drop_weights(self, encoded: Weights) -> None:
+        """Forget these encodings, unless newer ones took their place."""
+        if self.weights is encoded:
+            self.weights = Weights()
+
     def must_check(self, views: Iterable[int]) -> bool:
         """Whether a producer of these views has to be settled at once."""
         return any(is_mx(self.operands[v]) and not (self.deferred and self.calibrated[v]) for v in views)

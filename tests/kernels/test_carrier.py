@@ -6,6 +6,8 @@ expected product is computed here from the reference quantiser: FP64 sums, outer
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -119,8 +121,8 @@ def product(a, b) -> torch.Tensor:
     return (x @ y.t()) * alpha[:, None] * beta[None, :]
 
 
-def check(case: Case) -> dict[str, torch.Tensor]:
-    """BF16 results are the exact product rounded once, all but ties of the FP32 scaling."""
+def check(case: Case, least: float = 0.999) -> dict[str, torch.Tensor]:
+    """BF16 results are the exact product rounded once in ``least`` of all places, near it elsewhere."""
     got = case.run()
     for name, exact in case.expected().items():
         assert got[name].shape == exact.shape, name
@@ -128,7 +130,7 @@ def check(case: Case) -> dict[str, torch.Tensor]:
             same = (got[name] == exact.to(torch.bfloat16)) | (
                 (got[name].double() - exact).abs() <= 2**-20 * exact.abs().max()
             )
-            assert same.float().mean() >= 0.999, (name, same.float().mean())
+            assert same.float().mean() >= least, (name, same.float().mean())
         torch.testing.assert_close(
             got[name].double(), exact, rtol=2**-8, atol=2**-20 * exact.abs().max().item()
         )
@@ -240,7 +242,9 @@ def wide(steps: int, tokens: int = 128, k: int = 128) -> torch.Tensor:
 )
 def test_wide_scales_fall_back_and_stay_exact(steps, saved, contractions):
     case = Case("mxfp4_sr", 128, 128, [32], x=wide(steps))
-    check(case)
+    # a Hopper tensor core aligns 32 FP8 products to some 14 bits of the largest: operands are exact, sums of
+    # values 2^8 apart round up to a BF16 unit differently in about 0.5% of places
+    check(case, 0.999 if interpreted() else 0.99)
     kinds = case.group().plan.contraction_kinds()
     assert {name: kinds[name] for name in contractions} == contractions
     y = linears(case.x, case.weights, state(), case.spec, case.producers)[0]
@@ -360,6 +364,10 @@ def test_weights_are_encoded_once_per_update(monkeypatch):
     carrier.encode_weights(m)
     assert torch.equal(run(layer, x)[0], first) and len(made) == 2
     assert carrier.memory(m) == 2 * layer.weight.numel()
+    group = carrier_groups.group((layer.producer,), layer.spec, layer.weight.device)
+    del m, layer, first
+    gc.collect()
+    assert group.weights.bytes() == 0
 
 
 def test_held_maxima_reach_the_carriers():
@@ -430,9 +438,14 @@ def test_one_graph_serves_every_block_and_step():
     with torch.no_grad():
         m.model.layers[0].mlp.down_proj.weight.mul_(1.01)
     cos, sin = rope_tables(m._inv_freq, h.shape[1], h.device)
+    encoded = carrier.memory(m)
     # the new weights are seen, in the same graph
     assert torch.equal(compiled[0](h, cos, sin, state() + 1), m.model.layers[0](h, cos, sin, state()))
     assert counter.frame_count == 1
+    # compiled layers keep their encodings between calls as well: two bytes per weight
+    assert (
+        carrier.memory(m) == encoded == 2 * sum(p.numel() for p in m.model.layers.parameters() if p.dim() > 1)
+    )
 
 
 def test_a_compiled_linear_has_no_graph_break():

@@ -8,7 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from fp4core.recipe import Study, load_study, missing_inputs, study_routes
+from fp4core.ops.doctor import how
+from fp4core.recipe import Study, list_routes, load_recipe, load_study, missing_inputs, study_routes
 
 from .. import readiness
 from .options import Parser
@@ -31,6 +32,8 @@ def main(argv: list[str]) -> int:
     study = load_study(arguments.study, arguments.recipes) if arguments.study else None
     for name, value in _machine():
         print(f"{name:<12}{value}")
+    for route in list_routes(arguments.recipes):
+        print(f"{'route':<12}{route}: {how(load_recipe(route, arguments.recipes))}")
     if study is None:
         return 0
     problems = [*missing_inputs(study, arguments.inputs), *_missing_packages(study.data.source)]
