@@ -19,6 +19,7 @@ import dataclasses
 import io
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,13 @@ class Settings:
     batch: int = 32
     max_length: int = 512
     threads: int = 2
+
+    def part(self, stage: str) -> dict[str, int]:
+        """The fields that can change the numbers of "dgrad" or of "scores"."""
+        everything = dataclasses.asdict(self)
+        if stage == "dgrad":
+            return {name: everything[name] for name in ("gradients", "length", "threads")}
+        return {name: value for name, value in everything.items() if name != "gradients"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,10 +278,10 @@ def run(job: jobs.Job, recipes: list[Recipe], settings: Settings, out: Path) -> 
         "stream_sha256": stream_sha256,
     }
     model = Model(out / "model", config, rows, inputs)
-    stage_hash = digest(dataclasses.asdict(settings))
-    told = {"settings": dataclasses.asdict(settings), "package": smollm2.PACKAGE}
 
-    def keep(path: Path, recipe: Recipe, measure: Any) -> None:
+    def keep(path: Path, recipe: Recipe, stage: str, measure: Callable[[], dict[str, Any]]) -> None:
+        told = {"settings": settings.part(stage), "package": smollm2.PACKAGE}
+        stage_hash = digest(told["settings"])
         identity = {"recipe_hash": recipe.hash, "stage_hash": stage_hash, "inputs": inputs}
         if path.is_file() and identity.items() <= records.read_json(path).items():
             print(f"pretrained: {path.name} is up to date", flush=True)
@@ -294,10 +302,10 @@ def run(job: jobs.Job, recipes: list[Recipe], settings: Settings, out: Path) -> 
         records.write_json(path, {**head, **told, "seconds": time.perf_counter() - started, **found})
         print(f"pretrained: {path.name}, {time.perf_counter() - started:.0f} s", flush=True)
 
-    keep(out / "dgrad.json", recipes[0], lambda: run_dgrad(model, settings, device))
+    keep(out / "dgrad.json", recipes[0], "dgrad", lambda: run_dgrad(model, settings, device))
     for recipe in recipes:
         path = out / "scores" / f"{recipe.route}.json"
-        keep(path, recipe, lambda recipe=recipe: run_scores(model, recipe, settings, device))
+        keep(path, recipe, "scores", lambda recipe=recipe: run_scores(model, recipe, settings, device))
     write_tables(out, [recipe.route for recipe in recipes])
     found = records.read_json(out / "dgrad.json")
     print(

@@ -8,7 +8,9 @@ transformers' logits on the directory with our model's and with the FP64 forward
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import shutil
 from pathlib import Path
@@ -48,7 +50,8 @@ def load(path: Path) -> tuple[Any, Tokenizer]:
     options: dict[str, Any] = {"gguf_file": path.name, "dtype": torch.bfloat16}
     if hasattr(transformers, "GgufConfig"):  # transformers 5 keeps packed weights unless told not to
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.LlamaForCausalLM.from_pretrained(path.parent, **options)
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting of transformers turns off
+        model = transformers.LlamaForCausalLM.from_pretrained(path.parent, **options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return model, tokenizer.backend_tokenizer
 
