@@ -147,6 +147,8 @@ def main(arguments: list[str]) -> None:
     parsed = parser.parse_args(arguments)
     study = jobs.recipes.load_study(parsed.study, parsed.recipes)
     job = jobs.from_arguments(parsed, study.dgrad.route)
+    if job.skip(study.dgrad.step, parsed.done, "dgrad"):
+        return
     out = run(job)
     if parsed.done:
         records.write_marker(

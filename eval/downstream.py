@@ -165,6 +165,8 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--inputs", type=Path, default=Path("inputs.yaml"), help="bindings of local files")
     parsed = parser.parse_args(arguments)
     job = jobs.from_arguments(parsed)
+    if job.skip(job.study.downstream.step, parsed.done, "downstream"):
+        return
     out = run(job, inputs_file=parsed.inputs)
     if parsed.done:
         stage_hash = job.study.stage_hash("downstream")

@@ -212,6 +212,8 @@ def main(arguments: list[str]) -> None:
     job = jobs.from_arguments(parsed)
     step = parsed.step or job.study.downstream.step
     out = parsed.out or job.results / "export" / job.place
+    if job.skip(step, parsed.done, "train"):
+        return
     run(job, step, out)
     if parsed.done:
         stage_hash = job.study.stage_hash("train")

@@ -72,6 +72,45 @@ class Job:
         files = {name: entry["sha256"] for name, entry in records.read_json(record)["files"].items()}
         return Checkpoint(path, step, files)
 
+    def failure(self) -> dict[str, Any] | None:
+        """The record of a run that ended in non-finite numbers; None for any other run."""
+        path = self.run_dir / "failure.json"
+        if (self.run_dir / "summary.json").is_file() or not path.is_file():
+            return None
+        return records.read_json(path)
+
+    def reached(self, steps: list[int]) -> tuple[list[int], str | None]:
+        """(the steps before a diverged run's end, what is skipped and why); any other run has them all."""
+        failure = self.failure()
+        lost = [step for step in steps if failure and step >= failure["step"]]
+        if not lost:
+            return steps, None
+        return [step for step in steps if step not in lost], (
+            f"{self.route} seed {self.seed}: training ended in non-finite numbers at step {failure['step']}; "
+            f"skipped: {', '.join(f'step {step}' for step in lost)}"
+        )
+
+    def skip(self, step: int, done: Path | None, stage: str) -> bool:
+        """True when a diverged run has no checkpoint of `step`; the marker, if one is asked for, says so.
+
+        ValueError without a marker: whoever asks by hand wants that step.
+        """
+        self.manifest()
+        _, note = self.reached([step])
+        if note is None:
+            return False
+        if done is None:
+            raise ValueError(note)
+        print(f"{stage}: {note}", flush=True)
+        records.write_marker(
+            done,
+            self.run_dir / "failure.json",
+            recipe_hash=self.recipe.hash,
+            stage_hash=self.study.stage_hash(stage),
+            note=note,
+        )
+        return True
+
     def data(self) -> dict[str, Any]:
         """data.json of the study's data directory."""
         path = self.results / "data" / "data.json"

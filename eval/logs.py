@@ -68,6 +68,9 @@ class Logs:
             "boundary": ("boundary/budget.json", None, None),
         }
         for stage, (name, route, seed) in heads.items():
+            run = self.runs.get((route, seed)) if stage == "dgrad" else None
+            if run and not run.reaches(self.study.dgrad.step):
+                continue
             record = self._record(name, f"fp4core.{stage}", stage, route, seed)
             if record:
                 self.single[stage] = record
@@ -86,14 +89,15 @@ class Logs:
         if (folder / "summary.json").is_file():
             summary = self._record(f"runs/{place}/summary.json", "fp4core.summary", "train", route, seed)
         elif (folder / "failure.json").is_file():
-            failure = records.read_json(folder / "failure.json")
+            failure = self._record(f"runs/{place}/failure.json", "fp4core.failure", "train", route, seed)
         else:
             self.problems.append(f"runs/{place}: incomplete, the run has no summary.json; go on training it")
         metrics = folder / "metrics.parquet"
         if not metrics.is_file():
             self.problems.append(f"runs/{place}/metrics.parquet: missing")
-        elif summary and records.sha256_file(metrics) != summary.get("metrics_sha256"):
-            self.problems.append(f"runs/{place}/metrics.parquet: not the file that summary.json describes")
+        elif (ended := summary or failure) and records.sha256_file(metrics) != ended.get("metrics_sha256"):
+            described = "summary.json" if summary else "failure.json"
+            self.problems.append(f"runs/{place}/metrics.parquet: not the file that {described} describes")
         if not metrics.is_file() or not (summary or failure):
             return
         run = self.runs[route, seed] = Run(manifest, summary, failure, metrics)

@@ -135,9 +135,24 @@ def _notes(logs: Logs, passed: bool | None, text: str) -> dict[str, str]:
             f"{', '.join(emulated)}: Transformer Engine's numerics on this project's backends, "
             "not Transformer Engine itself."
         )
-    diverged = [f"{route} (seed {seed})" for (route, seed), run in logs.runs.items() if run.failure]
+    diverged = [
+        f"{route} (seed {seed}, step {run.failure['step']})"
+        for (route, seed), run in logs.runs.items()
+        if run.failure
+    ]
     if diverged:
-        found["note_diverged"] = f"Training ended in non-finite numbers: {', '.join(diverged)}."
+        found["note_diverged"] = (
+            f"Training ended in non-finite numbers: {', '.join(diverged)}. What comes after is blank."
+        )
+    if "dgrad" not in logs.single:
+        found["note_dgrad"] = (
+            f"The Dgrad diagnostic was not made: {logs.study.dgrad.route} diverged before step "
+            f"{logs.study.dgrad.step}."
+        )
+    unmeasured = [line for record in logs.probes.values() for line in record.get("failed", {}).values()]
+    unmeasured += logs.single["output_head"].get("failed", {}).values()
+    if unmeasured:
+        found["note_rates"] = f"Not measured, for non-finite numbers: {'; '.join(unmeasured)}."
     return found
 
 

@@ -226,7 +226,7 @@ def downstream_items(logs: Logs) -> list[Row]:
 
 
 def dgrad(logs: Logs) -> list[Row]:
-    record = logs.single["dgrad"]
+    record = logs.single.get("dgrad", {"seed": None, "rows": []})
     return [{"seed": record["seed"], **row} for row in record["rows"]]
 
 

@@ -170,8 +170,17 @@ def main(arguments: list[str]) -> None:
     steps = cuts
     if parsed.steps:
         steps = jobs.parse_steps(parsed.steps, cuts)
+    job.manifest()
+    steps, note = job.reached(steps)
+    if not steps and not parsed.done:
+        raise ValueError(note)
+    if note:
+        print(f"validate: {note}", flush=True)
     done = run(job, steps)
-    write_gate(job, [record_path(job, step) for step in cuts])
+    write_gate(job, [record_path(job, step) for step in job.reached(cuts)[0]])
     if parsed.done:
+        record = done[-1] if done else job.run_dir / "failure.json"
         stage_hash = job.study.stage_hash("validation")
-        records.write_marker(parsed.done, done[-1], recipe_hash=job.recipe.hash, stage_hash=stage_hash)
+        records.write_marker(
+            parsed.done, record, recipe_hash=job.recipe.hash, stage_hash=stage_hash, note=note
+        )

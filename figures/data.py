@@ -28,6 +28,10 @@ class Route:
     recipe_hash: str
 
 
+# tables that lose their rows with one route; what draws them says so
+LOST_WITH_A_RUN = ("dgrad", "production")
+
+
 class Tidy:
     """Lazy, checked access to the tidy tables in ``directory``. Derived facts are kept in ``cache``."""
 
@@ -52,8 +56,13 @@ class Tidy:
         return (self.directory / schema.file_of(name)).is_file() and len(self.table(name)) > 0
 
     def lacking(self, needs: tuple[str, ...]) -> list[str]:
-        """File names of the tables in ``needs`` that are absent or empty."""
-        return [schema.file_of(name) for name in needs if not self.has(name)]
+        """File names of the tables in ``needs`` that are absent, or empty though no run diverged."""
+        return [schema.file_of(name) for name in needs if not (self.has(name) or self.unmeasured(name))]
+
+    def unmeasured(self, name: str) -> bool:
+        """Whether table ``name`` is there and empty because the run that it measures diverged."""
+        there = name in LOST_WITH_A_RUN and (self.directory / schema.file_of(name)).is_file()
+        return there and "diverged" in self.status.values()
 
     @cached_property
     def meta(self) -> dict[str, str]:

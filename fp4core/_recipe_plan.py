@@ -273,12 +273,11 @@ class Plan:
         a summary, and nothing of the checkpoints after it.
         """
         first = self.first_seed
-        files = [
-            "data/data.json",
-            f"output_head/s{first}.json",
-            f"dgrad/s{first}.json",
-            "boundary/budget.json",
-        ]
+        files = ["data/data.json", f"output_head/s{first}.json", "boundary/budget.json"]
+        probed = f"runs/{self.study.dgrad.route}/s{first}"
+        end = _failed_at(Path(logs) / probed) if logs else None
+        if end is None or self.study.dgrad.step < end:
+            files.append(f"dgrad/s{first}.json")
         for route in self.recipes:
             files.append(f"probes/{route}/s{first}.json")
             for seed in self.study.seeds:

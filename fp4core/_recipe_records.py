@@ -110,6 +110,19 @@ class RunSummary(_Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class RunFailure(_Record):
+    """runs/ROUTE/sSEED/failure.json: the run ended in non-finite numbers, and that is its result."""
+
+    status: Literal["diverged"] = entry()
+    step: int = entry(doc="whose loss or gradient norm was not finite; it left no update", min=1)
+    loss: str = entry(doc="nan, inf, or a number")
+    grad_norm: str = entry(doc="nan, inf, or a number")
+    first_bad_tensor: str = entry(doc="in the order of computation")
+    last_good_checkpoint: str = entry(doc="step-N, or none")
+    metrics_sha256: str = entry(pattern=_SHA256)
+
+
+@dataclasses.dataclass(frozen=True)
 class Marker:
     """results/STUDY/done/...json: the only output that a heavy rule declares."""
 
@@ -117,6 +130,7 @@ class Marker:
     sha256: str = entry(doc="of the record", pattern=_SHA256)
     recipe_hash: str | None = entry(doc="null for stages without a route")
     stage_hash: str | None = entry(doc="null for stages without settings")
+    note: str | None = entry(None, doc="what was left out, and why")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +151,7 @@ class MetricsRow:
 RECORDS = {
     "run_manifest": (RunManifest, "runs/ROUTE/sSEED/manifest.json"),
     "run_summary": (RunSummary, "runs/ROUTE/sSEED/summary.json"),
+    "run_failure": (RunFailure, "runs/ROUTE/sSEED/failure.json"),
     "marker": (Marker, "results/STUDY/done/...json"),
     "metrics": (MetricsRow, "One row of runs/ROUTE/sSEED/metrics.parquet"),
 }

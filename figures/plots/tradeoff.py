@@ -111,6 +111,8 @@ def data_dgrad(tidy: Tidy) -> pd.DataFrame:
 
 def caption_dgrad(tidy: Tidy) -> str:
     raw = tidy.table("dgrad")
+    if raw.empty:
+        return captions.join("Not measured in this study.", captions.setting(tidy))
     ratio, lower = stats.geometric_mean(raw["ratio"]), int((raw["ratio"] > 1).sum())
     given = published.text("table12_dgrad_error", "", "geometric_mean_ratio")
     return captions.join(
@@ -125,6 +127,11 @@ def caption_dgrad(tidy: Tidy) -> str:
 
 def draw_dgrad(tidy: Tidy) -> Figure:
     frame = data_dgrad(tidy)
+    if frame.empty:
+        figure, grid = style.new(style.COLUMN, 0.8, margins=(0.1, 0.1, 0.1, 0.1))
+        grid[0, 0].set_axis_off()
+        grid[0, 0].text(0.5, 0.5, "not measured", ha="center", va="center", color=style.GREY)
+        return figure
     components, layers = list(dict.fromkeys(frame["component"])), sorted(frame["layer"].unique())
     table = frame.pivot(index="component", columns="layer", values="ratio").reindex(
         index=components, columns=layers

@@ -117,7 +117,8 @@ def production(tidy: Tidy) -> Table:
     """table09: steady-state rate inside the long runs."""
     frame, name = tidy.table("production"), "table09_production"
     rows: list[dict[str, object]] = []
-    for route in tidy.ordered(frame["route"]):
+    diverged = [slug for slug, state in tidy.status.items() if state == "diverged"]
+    for route in tidy.ordered([*frame["route"], *diverged]):
         group = frame[frame["route"] == route]
         rate = stats.estimate(group["tokens_per_s"])
         given = {
@@ -128,7 +129,9 @@ def production(tidy: Tidy) -> Table:
                 "route": route,
                 "label": tidy.label(route),
                 "seeds": len(group),
-                "window": f"{group['window_first'].min()}-{group['window_last'].max()}",
+                "window": f"{group['window_first'].min()}-{group['window_last'].max()}"
+                if len(group)
+                else None,
                 "tokens_per_s": as_read(rate.mean),
                 "seed_interval": (rate.low, rate.high),
                 "mfu": as_read(group["mfu"].mean()),
@@ -146,6 +149,7 @@ def production(tidy: Tidy) -> Table:
         title="Production rate",
         caption=captions.join(
             "Steady-state rate inside the long training runs, median over the window.",
+            captions.diverged(tidy),
             captions.setting(tidy),
             captions.seeds(tidy),
             captions.published_setting(name),

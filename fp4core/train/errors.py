@@ -13,6 +13,10 @@ class RunError(Exception):
     """A run cannot go on (full disk, out of memory, ...); the command line exits with 1."""
 
 
+class NonFinite(RunError):
+    """A measurement came upon non-finite numbers: there is nothing to measure, and that is its result."""
+
+
 class Diverged(RunError):
     """Training ended in non-finite numbers: a result, of which `record` (failure.json) is the record."""
 

@@ -3,12 +3,14 @@
 Three heads on one body: `bf16` (control), `lowp` (low-precision forward), `lowp_mxfp8_wgrad` (and its weight
 gradient in MXFP8). Each variant is trained for the screen's steps from the same start on the same data. The
 gradient difference is taken where it means something: all variants at the control's final weights, on the
-next global batch, ||g - g_control|| / ||g_control|| over all parameters.
+next global batch, ||g - g_control|| / ||g_control|| over all parameters. What non-finite numbers leave
+without a value is null in the record, and `failed` says why.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from fp4core.records import archive_stale, envelope, write_json, write_marker
 
 from .distributed import World, device_record
 from .engine import Engine
+from .errors import NonFinite
 from .probe import rates, timed_steps
 from .shards import TokenStream, check_data, open_training
 
@@ -40,14 +43,21 @@ def head_screen(
     stream = open_training(results / "data", data, sequence=study.train.sequence)
     rows: list[dict[str, Any]] = []
     control: Engine | None = None
-    control_gradients: list[torch.Tensor] = []
+    control_gradients: list[torch.Tensor] | None = None
+    failed: dict[str, str] = {}
     for variant, (forward, hidden, weight) in VARIANTS.items():
         engine = _engine(study, recipe, seed, variant, stream=stream, world=world)
-        losses, times = timed_steps(engine, study.output_head.steps, title=f"head-screen {variant}")
+        losses, times = [], []
+        try:
+            losses, times = timed_steps(engine, study.output_head.steps, title=f"head-screen {variant}")
+        except NonFinite as error:
+            failed[variant] = str(error)
+        gradients = None
         if control is None:
             control = engine
-            gradients = control_gradients = _gradients(engine)
-        else:
+            if losses:
+                gradients = control_gradients = _gradients(engine)
+        elif control_gradients is not None:
             with torch.no_grad():
                 for mine, theirs in zip(engine.model.parameters(), control.model.parameters(), strict=True):
                     mine.copy_(theirs)
@@ -58,10 +68,10 @@ def head_screen(
                 "forward": forward,
                 "hidden_gradient": hidden,
                 "weight_gradient": weight,
-                **rates(times, study.output_head.window, engine.tokens_per_step / world.size),
-                "final_loss": losses[-1],
-                "loss_difference": losses[-1] - (rows[0]["final_loss"] if rows else losses[-1]),
-                "grad_relative_difference": _difference(gradients, control_gradients, world),
+                **_rates(times, study, engine.tokens_per_step / world.size),
+                "final_loss": losses[-1] if losses else None,
+                "loss_difference": _apart(losses, rows[0]["losses"] if rows else losses),
+                "grad_relative_difference": gradients and _difference(gradients, control_gradients, world),
                 "losses": losses,
             }
         )
@@ -81,10 +91,24 @@ def head_screen(
         screen = study.output_head
         window = {"steps": screen.steps, "window_first": screen.window[0], "window_last": screen.window[1]}
         archive_stale(path, results, recipe_hash=recipe.hash, stage_hash=head["stage_hash"])
-        write_json(path, {**head, **window, "variants": rows})
+        write_json(path, {**head, **window, "variants": rows, "failed": failed})
         if done:
-            write_marker(done, path, recipe_hash=recipe.hash, stage_hash=study.stage_hash("output_head"))
+            note = "; ".join(failed.values()) or None
+            write_marker(done, path, recipe_hash=recipe.hash, stage_hash=head["stage_hash"], note=note)
+    if failed and not done:
+        raise NonFinite("; ".join(failed.values()))
     return path
+
+
+def _rates(times: list[float], study: Study, tokens_per_device: float) -> dict[str, float | None]:
+    if not times:
+        return dict.fromkeys(("tokens_per_s", "p10", "p90"))
+    return rates(times, study.output_head.window, tokens_per_device)
+
+
+def _apart(mine: list[float], control: list[float]) -> float | None:
+    """Difference of the last losses; None when either has none."""
+    return mine[-1] - control[-1] if mine and control else None
 
 
 def _engine(
@@ -101,9 +125,10 @@ def _gradients(engine: Engine) -> list[torch.Tensor]:
     return [(g.to_local() if hasattr(g, "to_local") else g).detach().clone() for g in found]
 
 
-def _difference(mine: list[torch.Tensor], control: list[torch.Tensor], world: World) -> float:
-    """||mine - control|| / ||control|| in FP64 over all ranks."""
+def _difference(mine: list[torch.Tensor], control: list[torch.Tensor], world: World) -> float | None:
+    """||mine - control|| / ||control|| in FP64 over all ranks; None when that is not finite."""
     apart = sum(float((a.double() - b.double()).square().sum()) for a, b in zip(mine, control, strict=True))
     whole = sum(float(b.double().square().sum()) for b in control)
     apart, whole = world.reduce(apart, whole)
-    return (apart / whole) ** 0.5
+    found = (apart / whole) ** 0.5 if whole else math.nan
+    return found if math.isfinite(found) else None

@@ -2,7 +2,8 @@
 
 Each route is measured at its selected geometry (its own local batch and activation checkpointing) and, when
 the study names one, at a geometry matched over all routes, so that a table can tell the format from the
-batch. A step's time is that of the slowest rank. Equal geometries are measured once.
+batch. A step's time is that of the slowest rank. Equal geometries are measured once. A geometry that comes
+upon non-finite numbers has no rate; the record's `failed` says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fp4core.records import archive_stale, envelope, write_json, write_marker
 
 from .distributed import World, device_record, peak_memory_gib
 from .engine import Engine
-from .errors import RunError
+from .errors import NonFinite
 from .progress import Progress
 from .shards import TokenStream, check_data, open_training
 from .utilisation import mfu
@@ -29,15 +30,23 @@ PROBE_SCHEMA = "fp4core.probe"
 
 
 def probe(study: Study, recipe: Recipe, seed: int, *, results: Path, done: Path | None, world: World) -> Path:
-    """Measure the route and write probes/<route>/s<seed>.json; returns its path."""
+    """Measure the route and write probes/<route>/s<seed>.json; returns its path.
+
+    Non-finite numbers are an outcome, noted in record and marker; without a marker NonFinite is raised after
+    the record is written.
+    """
     data = check_data(results / "data", share=(world.rank, world.size))
     stream = open_training(results / "data", data, sequence=study.train.sequence)
     measured: dict[Geometry, dict[str, Any]] = {}
-    rows = []
+    rows, failed = [], {}
     for name, geometry in geometries(study, recipe.route).items():
         shared = geometry in measured
-        if not shared:
-            measured[geometry] = _measure(study, recipe, seed, geometry, stream=stream, world=world)
+        try:
+            if not shared:
+                measured[geometry] = _measure(study, recipe, seed, geometry, stream=stream, world=world)
+        except NonFinite as error:
+            failed[name] = str(error)
+            continue
         rows.append({"geometry": name, "same_measurement": shared, **measured[geometry]})
     path = results / "probes" / recipe.route / f"s{seed}.json"
     if world.first:
@@ -53,9 +62,12 @@ def probe(study: Study, recipe: Recipe, seed: int, *, results: Path, done: Path 
             inputs={"data": data["data_sha256"]},
         )
         archive_stale(path, results, recipe_hash=recipe.hash, stage_hash=head["stage_hash"])
-        write_json(path, {**head, "measurements": rows})
+        write_json(path, {**head, "measurements": rows, "failed": failed})
         if done:
-            write_marker(done, path, recipe_hash=recipe.hash, stage_hash=study.stage_hash("probe"))
+            note = "; ".join(failed.values()) or None
+            write_marker(done, path, recipe_hash=recipe.hash, stage_hash=head["stage_hash"], note=note)
+    if failed and not done:
+        raise NonFinite("; ".join(failed.values()))
     return path
 
 
@@ -82,7 +94,7 @@ def timed_steps(
             _settle(engine.world.device)
             slowest = engine.world.reduce(time.perf_counter() - began, op="max")[0]
             if not result.finite:
-                raise RunError(f"{title}: step {step} gave loss {result.loss}; the rate would mean nothing")
+                raise NonFinite(f"{title}: step {step} gave loss {result.loss}; the rate would mean nothing")
             losses.append(result.loss)
             times.append(slowest)
             rate = engine.tokens_per_step / slowest

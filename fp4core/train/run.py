@@ -1,7 +1,8 @@
 """The long trajectory of one route: start or resume, train to the target, leave a record.
 
-Ends in one of four ways: complete (summary.json), segment done (checkpoint at `until`), StopEarly
-(checkpoint written; the same command goes on), RunError (non-finite numbers; the checkpoints stay).
+Ends in one of five ways: complete (summary.json), segment done (checkpoint at `until`), StopEarly
+(checkpoint written; the same command goes on), Diverged (failure.json: non-finite numbers; the checkpoints
+stay), RunError (anything else that a run cannot go on from).
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import torch
 from fp4core.model.arithmetic import count_parameters
 from fp4core.ops.linear import preferred_backend, resolve_backend
 from fp4core.recipe import to_dict
-from fp4core.records import envelope, read_json, utc_now, write_json
+from fp4core.records import envelope, read_json
 
 from .checkpoint import Checkpoints
 from .diagnose import first_bad_tensor
 from .distributed import World, device_record, is_lost_rank, peak_memory_gib
 from .engine import Engine, Split, StepResult
-from .errors import EchoedError, RunError, StopEarly
+from .errors import Diverged, EchoedError, RunError, StopEarly
 from .lock import run_lock
 from .metrics import Metrics
 from .progress import Progress
-from .rundir import MANIFEST_SCHEMA, SUMMARY_SCHEMA, Identity, RunDir
+from .rundir import FAILURE_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA, Identity, RunDir
 from .shards import check_data, open_training
 from .stopping import StopWish
 from .utilisation import mfu
@@ -55,7 +56,8 @@ class Request:
 def train(request: Request, *, world: World) -> Path:
     """Train to the request's target; returns the record that proves it (summary or checkpoint manifest).
 
-    Raises ValueError (settings, lock, foreign run), StopEarly and RunError.
+    A run that has diverged is tried again from its last checkpoint. Raises ValueError (settings, lock,
+    foreign run), StopEarly, Diverged and RunError.
     """
     target, run = request.target(), request.run
     with contextlib.ExitStack() as stack:
@@ -218,23 +220,17 @@ class _Trajectory:
         tensor = first_bad_tensor(self.engine, step)
         saved = self.checkpoints.steps()
         last = self.checkpoints.path(saved[-1]).name if saved else "none"
+        found = {
+            "step": step,
+            "loss": repr(result.loss),
+            "grad_norm": repr(result.grad_norm),
+            "first_bad_tensor": tensor,
+            "last_good_checkpoint": last,
+        }
         if self.world.first:
             self.metrics.flush()
-            write_json(
-                self.run.file("failure.json"),
-                {
-                    "step": step,
-                    "loss": repr(result.loss),
-                    "grad_norm": repr(result.grad_norm),
-                    "first_bad_tensor": tensor,
-                    "last_good_checkpoint": last,
-                    "date_utc": utc_now(),
-                },
-            )
-        raise RunError(
-            f"{self.run.path}: step {step} gave loss {result.loss}, gradient norm {result.grad_norm}; "
-            f"first bad tensor: {tensor}; last good checkpoint: {last}"
-        )
+            self.run.write_failure(self._head(FAILURE_SCHEMA), self.identity, found)
+        raise Diverged(self.run.failure_message(found), self.run.file("failure.json"))
 
     def _geometry(self, start: int) -> dict[str, Any]:
         train, split = self.study.train, self.engine.split

@@ -4,7 +4,7 @@
                          metrics.parquet     rows of the logged steps
                          checkpoints/step-*  see checkpoint.py
                          run.log             progress lines
-                         failure.json        only after a non-finite loss
+                         failure.json        training ended in non-finite numbers: a result, like a summary
                          summary.json        last, atomically: the run is complete
 
 A run belongs to (recipe hash, stage hash, data hash). Another identity never continues or overwrites it: the
@@ -22,6 +22,7 @@ from fp4core.records import read_json, sha256_file, utc_now, write_json
 
 MANIFEST_SCHEMA = "fp4core.run"
 SUMMARY_SCHEMA = "fp4core.summary"
+FAILURE_SCHEMA = "fp4core.failure"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,13 @@ class RunDir:
                 return path
         return None
 
+    def diverged(self, until: int | None) -> dict[str, Any] | None:
+        """failure.json of this very run when it ended at or before `until` (None: the end), else None."""
+        path = self.file("failure.json")
+        if not path.is_file() or self.identity().differences(record := read_json(path)):
+            return None
+        return record if record["step"] <= (until or self.study.train.steps) else None
+
     def settle(self, identity: Identity, *, on_mismatch: Literal["archive", "refuse"]) -> str | None:
         """Make sure that what lies in the directory belongs to `identity`.
 
@@ -139,6 +147,21 @@ class RunDir:
                 "starts": [{**start, **extra}],
             }
         write_json(path, record)
+
+    def write_failure(self, head: dict[str, Any], identity: Identity, found: dict[str, Any]) -> Path:
+        """Write failure.json: the run has ended in non-finite numbers; `found` says where and how."""
+        path = self.file("failure.json")
+        metrics = {"metrics_sha256": sha256_file(self.file("metrics.parquet"))}
+        write_json(path, {**head, **vars(identity), "status": "diverged", **found, **metrics})
+        return path
+
+    def failure_message(self, record: dict[str, Any]) -> str:
+        """What the record of a diverged run says, in one line."""
+        return (
+            f"{self.path}: step {record['step']} gave loss {record['loss']}, gradient norm "
+            f"{record['grad_norm']}; first bad tensor: {record['first_bad_tensor']}; "
+            f"last good checkpoint: {record['last_good_checkpoint']}"
+        )
 
     def write_summary(self, head: dict[str, Any], identity: Identity, extra: dict[str, Any]) -> Path:
         """Write summary.json: the run is complete and nothing in it changes any more."""

@@ -240,10 +240,17 @@ def test_failed_gate_keeps_other_routes_out_of_validation(logs):
     assert "not compared" in meta["note_validation"]
 
 
+def diverge(run_dir: Path, step: int) -> None:
+    """Turn the complete run into one that ended at `step`."""
+    head = records.read_json(run_dir / "summary.json")
+    (run_dir / "summary.json").unlink()
+    schema = {"name": "fp4core.failure", "version": 1}
+    records.write_json(run_dir / "failure.json", {**head, "schema": schema, "step": step, "loss": "nan"})
+
+
 def test_diverged_run_is_a_result(logs):
     run_dir = logs.job("mxfp4_sr").run_dir
-    (run_dir / "summary.json").unlink()
-    records.write_json(run_dir / "failure.json", {"step": 15, "loss": "nan"})
+    diverge(run_dir, step=15)
     for path in ("validation/mxfp4_sr/s3/step-00000020.json", "downstream/mxfp4_sr/s3.json"):
         (logs.results / path).unlink()
     assert run(logs) == 0
@@ -251,6 +258,27 @@ def test_diverged_run_is_a_result(logs):
     assert status == {"bf16": "complete", "mxfp4_sr": "diverged"}
     cuts = {(r["route"], r["step"]) for r in rows_of(logs.results / "tidy/validation.csv")}
     assert ("mxfp4_sr", "10") in cuts and ("mxfp4_sr", "20") not in cuts
+    meta = {row["key"]: row["value"] for row in rows_of(logs.results / "tidy/meta.csv")}
+    assert "mxfp4_sr (seed 3, step 15)" in meta["note_diverged"]
+
+
+def test_diagnostic_of_a_diverged_route_is_empty_not_missing(logs):
+    """Here even the reference diverged: no score, no diagnostic, and tables all the same."""
+    diverge(logs.job("bf16").run_dir, step=15)
+    for path in ("validation/bf16/s3/step-00000020.json", "downstream/bf16/s3.json", "dgrad/s3.json"):
+        (logs.results / path).unlink()
+    assert run(logs) == 0
+    assert rows_of(logs.results / "tidy/dgrad.csv") == []
+    meta = {row["key"]: row["value"] for row in rows_of(logs.results / "tidy/meta.csv")}
+    assert meta["note_dgrad"] == "The Dgrad diagnostic was not made: bf16 diverged before step 20."
+
+
+def test_failure_of_another_recipe_is_no_result(logs, capsys):
+    run_dir = logs.job("mxfp4_sr").run_dir
+    diverge(run_dir, step=15)
+    change(run_dir / "failure.json", recipe_hash="0123456789ab")
+    assert run(logs) == 2
+    assert "failure.json: recipe_hash 0123456789ab, now " in capsys.readouterr().err
 
 
 def change(path: Path, **fields) -> None:

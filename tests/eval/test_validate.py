@@ -92,6 +92,31 @@ def test_second_command_scores_nothing_again(project, monkeypatch):
     assert main(["validate", *project.cli(), "--steps", "20"]) == 0
 
 
+def test_cuts_after_a_divergence_are_skipped_in_every_stage(project, capsys):
+    """Cut 20 would be there to be scored by mistake: the record says that the run ended at 15."""
+    job = project.job()
+    (job.run_dir / "summary.json").unlink()
+    records.write_json(job.run_dir / "failure.json", {"step": 15, "loss": "nan"})
+    note = "bf16 seed 3: training ended in non-finite numbers at step 15; skipped: step 20"
+    done = project.results / "done.json"
+    assert main(["validate", *project.cli(), "--done", str(done)]) == 0
+    assert validate.record_path(job, 10).is_file() and not validate.record_path(job, 20).exists()
+    marker = records.read_json(done)
+    assert marker["record"].endswith("step-00000010.json") and marker["note"] == note
+    for command in ("validate --steps 20", "downstream", "export", "dgrad"):
+        name, *more = command.split()
+        where = project.cli(route=None if name == "dgrad" else "bf16")
+        done.unlink()
+        capsys.readouterr()
+        assert main([name, *where, *more, "--done", str(done)]) == 0
+        marker = records.read_json(done)
+        assert marker["record"].endswith("runs/bf16/s3/failure.json") and marker["note"] == note
+        assert note in capsys.readouterr().out
+        assert main([name, *where, *more]) == 2
+        assert capsys.readouterr().err == f"error: {note}\n"
+    assert not [p for p in ("downstream", "export", "dgrad") if (project.results / p).exists()]
+
+
 def test_record_of_another_study_is_archived_not_overwritten(project):
     assert main(["validate", *project.cli(), "--steps", "20"]) == 0
     path = validate.record_path(project.job(), 20)

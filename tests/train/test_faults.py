@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import errno
 
+import jsonschema
 import pytest
 import torch
 import yaml
 from conftest import Lab
 
-from fp4core.records import read_json
+from fp4core.__main__ import main
+from fp4core.recipe import schemas
+from fp4core.records import read_json, sha256_file
 from fp4core.train import checkpoint, engine
 from fp4core.train.lock import run_lock
 
@@ -145,6 +148,67 @@ def test_non_finite_loss_stops(
     monkeypatch.undo()
     assert lab.train("bf16") == 0
     assert not (lab.run_path("bf16") / "failure.json").exists()
+
+
+def test_divergence_is_a_result_with_a_marker(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real, steps = engine.Engine.gradients, []
+
+    def poisoned(self: engine.Engine, step: int) -> float:
+        steps.append(step)
+        return float("nan") if step == 5 else real(self, step)
+
+    monkeypatch.setattr(engine.Engine, "gradients", poisoned)
+    marker, failure = lab.results / "done.json", lab.run_path("bf16") / "failure.json"
+    assert lab.train("bf16", "--done", str(marker)) == 0
+    error = capfd.readouterr().err
+    assert error.startswith("diverged: ") and error.count("\n") == 1
+    assert "step 5 gave loss nan" in error
+    assert error.count("last good checkpoint: step-00000004") == 1
+    content = read_json(marker)
+    assert lab.results / content["record"] == failure
+    assert content["sha256"] == sha256_file(failure)
+    assert content["note"] in error
+    jsonschema.validate(read_json(failure), schemas()["run_failure.schema.json"])
+    jsonschema.validate(content, schemas()["marker.schema.json"])
+    # the workflow's later segments and retries end at once, an earlier one is what it was
+    made = len(steps)
+    assert lab.train("bf16", "--until", "6", "--done", str(lab.results / "later.json")) == 0
+    assert lab.train("bf16", "--until", "3", "--done", str(lab.results / "first.json")) == 0
+    assert len(steps) == made
+    assert read_json(lab.results / "later.json")["record"].endswith("failure.json")
+    assert read_json(lab.results / "first.json")["record"].endswith("step-00000003/checkpoint.json")
+    # by hand, the same command tries again; another recipe or study never sees this failure
+    capfd.readouterr()
+    assert lab.train("bf16") == 1
+    assert "step 5 gave loss nan" in _one_error(capfd)
+    lab.write_study(lr=0.006)
+    monkeypatch.undo()
+    assert lab.train("bf16", "--done", str(marker)) == 0
+    assert read_json(marker)["record"].endswith("summary.json")
+
+
+@pytest.mark.parametrize("command", ["probe", "head-screen"])
+def test_measurement_of_non_finite_numbers_is_blank(
+    command: str, lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(engine.Engine, "gradients", lambda self, step: float("nan"))
+    where = ["--study", "tiny", "--recipes", str(lab.recipes), "--results", str(lab.results), "--seed", "0"]
+    where += ["--route", "mxfp4_sr"] if command == "probe" else []
+    marker = lab.results / "done.json"
+    assert main([command, *where, "--done", str(marker)]) == 0
+    content = read_json(marker)
+    record = read_json(lab.results / content["record"])
+    assert "step 1 gave loss nan" in content["note"]
+    if command == "probe":
+        assert record["measurements"] == [] and list(record["failed"]) == ["selected", "matched"]
+    else:
+        assert {(row["tokens_per_s"], row["final_loss"]) for row in record["variants"]} == {(None, None)}
+        assert list(record["failed"]) == ["bf16", "lowp", "lowp_mxfp8_wgrad"]
+    capfd.readouterr()
+    assert main([command, *where]) == 1
+    assert "step 1 gave loss nan" in _one_error(capfd)
 
 
 def test_overflowing_activation_is_named(

@@ -1,12 +1,20 @@
-"""`python -m fp4core train`: see fp4core.train.run. Runs under torchrun as it is."""
+"""`python -m fp4core train`: see fp4core.train.run. Runs under torchrun as it is.
+
+A trajectory that ends in non-finite numbers is a result. With `--done` its failure.json is what the marker
+names, the exit code is 0 and the same command does nothing more: a workflow goes on with the other routes and
+no scheduler retries what would end the same way. Without `--done` the exit code is 1, and the same command
+tries again from the last good checkpoint.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from fp4core.records import write_marker
 
+from ..errors import Diverged
 from ..rundir import RunDir
 from .options import parser, resolve_recipe, resolve_study
 
@@ -28,13 +36,24 @@ def main(argv: list[str]) -> int:
     arguments = options.parse_args(argv)
     study, recipe = resolve_study(arguments), resolve_recipe(arguments)
     run = RunDir(arguments.results, study, recipe, arguments.seed)
+    first, note = os.environ.get("RANK", "0") == "0", None
     record = run.reached(arguments.until)
-    if record is None:
-        record = _train(run, arguments.until, arguments.max_seconds, arguments.on_mismatch)
-    else:
+    if record is not None:
         print(f"{recipe.route} s{arguments.seed}: nothing to do, {record} is there", flush=True)
-    if arguments.done and os.environ.get("RANK", "0") == "0":
-        write_marker(arguments.done, record, recipe_hash=recipe.hash, stage_hash=study.stage_hash("train"))
+    elif arguments.done and (failure := run.diverged(arguments.until)):
+        record, note = run.file("failure.json"), run.failure_message(failure)
+    else:
+        try:
+            record = _train(run, arguments.until, arguments.max_seconds, arguments.on_mismatch)
+        except Diverged as end:
+            if not arguments.done:
+                raise
+            record, note = end.record, str(end)
+    if note and first:
+        print(f"diverged: {note} (without --done, the same command tries again)", file=sys.stderr, flush=True)
+    if arguments.done and first:
+        hashes = {"recipe_hash": recipe.hash, "stage_hash": study.stage_hash("train")}
+        write_marker(arguments.done, record, **hashes, note=note)
     return 0
 
 
