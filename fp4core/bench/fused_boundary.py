@@ -118,17 +118,28 @@ class _Boundaries:
         def norm_back(g: Any, before: Any) -> Any:
             return b.norm_backward(g, before, dy, self.x, self.delta, self.norm, self.rstd, state)
 
-        return [
-            ("norm_qkv_forward", lambda: b.norm_forward(qkv, self.x, None, self.norm, 1e-5), self.fprop(0)),
-            ("norm_qkv_backward", lambda: (b.rope_backward(qkv, self.dqkv, self.table, state), norm_back(qkv,
-            None)), self.grads(0)), ("attention_output_forward", lambda: encode(o, self.mixed, X_ROW, None,
-            state, o.producers[0]), self.fprop(1)), ("attention_output_backward", lambda: encode(o,
-            self.mixed, None, X_COL, state, o.producers[0]), self.grads(1)), ("norm_gate_up_forward", lambda:
-            b.norm_forward(ffn, self.x, self.delta, self.norm, 1e-5), self.fprop(2)), ("norm_gate_up_backward", lambda: norm_back(ffn, o), self.grads(2)),
-            ("silu_down_forward", lambda: b.silu_forward(down, gate, up), self.fprop(3)),
-            ("silu_down_backward", lambda: (encode_gradients(down, [dy], state, True, True),
-            b.silu_backward(ffn, down, self.dh, gate, up, state)), self.grads(3)),
-        ]  # fmt: skip
+        def down_backward() -> Any:
+            rows, _ = encode_gradients(down, [dy], state, True, True)
+            return rows, b.silu_backward(ffn, down, self.dh, gate, up, state)
+
+        def qkv_backward() -> Any:
+            return b.rope_backward(qkv, self.dqkv, self.table, state), norm_back(qkv, None)
+
+        def mixed(row: int | None, col: int | None) -> Any:
+            return encode(o, self.mixed, row, col, state, o.producers[0])
+
+        forward = [
+            lambda: b.norm_forward(qkv, self.x, None, self.norm, 1e-5),
+            lambda: mixed(X_ROW, None),
+            lambda: b.norm_forward(ffn, self.x, self.delta, self.norm, 1e-5),
+            lambda: b.silu_forward(down, gate, up),
+        ]
+        backward = [qkv_backward, lambda: mixed(None, X_COL), lambda: norm_back(ffn, o), down_backward]
+        cases = []
+        for i, name in enumerate(("norm_qkv", "attention_output", "norm_gate_up", "silu_down")):
+            cases.append((f"{name}_forward", forward[i], self.fprop(i)))
+            cases.append((f"{name}_backward", backward[i], self.grads(i)))
+        return cases
 
     def _operands(self, i: int) -> tuple[Any, Any, list[torch.Tensor]]:
         from fp4core.ops.carrier_encode import encode
