@@ -29,7 +29,8 @@ __all__ = [*_PUBLIC, "__version__"]
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
-        raise AttributeError(f"module 'fp4core' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        known = ", ".join(__all__)
+        raise AttributeError(f"module 'fp4core' has no attribute {name!r}; public names: {known}")
     module = importlib.import_module(_PUBLIC[name])
     value = module if name == "formats" else getattr(module, name)
     globals()[name] = value
