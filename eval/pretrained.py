@@ -44,7 +44,7 @@ class Settings:
     NLL, the first `gradients` of them for Dgrad; `batch` requests at a time.
     """
 
-    items: int = 20
+    items: int = 10
     sequences: int = 4
     gradients: int = 2
     length: int = 256

@@ -20,7 +20,7 @@ rule pretrained:
         key=PLAN.key("data"),
         recipes=[PLAN.recipes[r].hash for r in PLAN.recipes],
         routes="bf16 mxfp4_sr nvfp4_cta nvfp4_global",
-        sizes="--items 20 --sequences 4 --gradients 2 --length 256",
+        sizes="--items 10 --sequences 4 --gradients 2 --length 256",
         study=SETTINGS.told,
         results=PLAN.told,
     shell:
