@@ -86,7 +86,7 @@ class TestOnGpus:
             monkeypatch.setattr(readiness, "free_disk", lambda path: disk)
             monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
             monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-            properties = SimpleNamespace(total_memory=int(gib * 2**30))
+            properties = SimpleNamespace(total_memory=int(gib * 2**30), major=9, minor=0, name="NVIDIA H200")
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
 
         return pretend

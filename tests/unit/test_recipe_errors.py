@@ -240,9 +240,9 @@ BAD_STUDIES = {
     "kv heads": ("kv_heads: 8", "kv_heads: 7", "model.kv_heads", "needed a divisor of heads = 32"),
     "long sequence": (
         "sequence: 8192",
-        "sequence: 16384",
+        "sequence: 262144",
         "train.sequence",
-        "at most model.max_position = 8192",
+        "at most model.max_position = 131072",
     ),
     "batch split": (
         "local_batch: 2\n  steps",

@@ -84,7 +84,7 @@ def test_report_study_is_the_reports():
         128,
         128256,
     )
-    assert (m.rms_eps, m.max_position, m.tie_embeddings, m.output_head) == (1e-5, 8192, False, "bf16")
+    assert (m.rms_eps, m.max_position, m.tie_embeddings, m.output_head) == (1e-5, 131072, False, "bf16")
     assert m.rope == recipe.RopeConfig(500000.0, 8.0, 1.0, 4.0, 8192)
     assert (t.sequence, t.global_batch, t.steps, t.warmup, t.lr) == (8192, 512, 38147, 2000, 3e-4)
     assert (t.betas, t.eps, t.weight_decay, t.clip, t.schedule) == ((0.9, 0.95), 1e-8, 0.1, 1.0, "constant")
