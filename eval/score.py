@@ -81,9 +81,15 @@ def score(
 
 def quiet() -> None:
     """Turn off the libraries' progress bars and informational messages."""
-    import datasets
-    import transformers
+    from functools import partial
 
+    import datasets
+    import lm_eval.api.task
+    import transformers
+    from tqdm import tqdm
+
+    # of the building of prompts, a bar a task: lm-eval has no setting for it
+    lm_eval.api.task.tqdm = partial(tqdm, disable=True)
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -116,7 +122,7 @@ def _counting_model(directory: Path, *, batch_size: int, max_length: int, device
             self._done += 1
             if time.monotonic() - self._told > PROGRESS_SECONDS:
                 self._told = time.monotonic()
-                print(f"downstream: batch {self._done} of {self._batches}", flush=True)
+                print(f"lm-eval: batch {self._done} of {self._batches}", flush=True)
             return super()._model_call(*args, **kwargs)
 
     return CountingHFLM(

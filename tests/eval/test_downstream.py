@@ -153,6 +153,14 @@ def test_the_same_question_gives_the_same_bits(scored):
     assert one.task_hashes == two.task_hashes
 
 
+def test_progress_is_lines_and_never_a_bar(scored, capfd, monkeypatch):
+    """A bar in a log is one line of thousands of characters."""
+    monkeypatch.setattr(score, "PROGRESS_SECONDS", 0.0)
+    run_score(scored, select(winogrande=0, mmlu=0))
+    out, err = capfd.readouterr()
+    assert out.startswith("lm-eval: batch 1 of ") and "%|" not in out + err and "\r" not in out + err
+
+
 def test_other_shots_are_another_task(scored):
     hashes = [run_score(scored, select(winogrande=n)).task_hashes["winogrande"] for n in (0, 1)]
     assert hashes[0] != hashes[1]
