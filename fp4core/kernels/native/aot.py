@@ -1,12 +1,14 @@
 """Compile every native kernel without a GPU and say what came out: `python -m fp4core.kernels.native.aot`.
 
-One row per kernel, variant and target (sm_100a, sm_103a): Tensor Core instructions in the PTX, registers,
-spilled bytes, shared memory and Tensor Memory columns, from the cubin and the compiler's metadata. Prints
-JSON lines; exit 1 when a kernel does not compile or exceeds the chip. Run it in a process of its own: it
-must see compiled kernels, so it refuses under TRITON_INTERPRET, and a compiler that aborts takes its
-process with it.
+One row per kernel, variant and target (sm_100a, sm_103a; sm_90 on request): Tensor Core instructions in the
+PTX, registers, spilled bytes, shared memory and Tensor Memory columns, from the cubin and the compiler's
+metadata. Prints JSON lines; exit 1 when a kernel does not compile or exceeds the chip. Run it in a process of
+its own: it must see compiled kernels, so it refuses under TRITON_INTERPRET, and a compiler that aborts takes
+its process with it.
 
-Never ask it for sm_90: E4M3 scales abort that backend's compiler.
+sm_90 is where the same sources can be tested on hardware: producers with software rounding, and MXFP4
+products through Triton's emulation of dot_scaled. E4M3 scales abort that backend's compiler and are no part
+of its list.
 """
 
 from __future__ import annotations
@@ -28,12 +30,13 @@ from triton.compiler import ASTSource
 
 from fp4core import formats
 from fp4core.kernels._launch import interpreted
-from fp4core.kernels.native.gemm import OVERLAPPED, WIDE, Schedule, native_gemm_kernel
+from fp4core.kernels.native.gemm import EMULATED, OVERLAPPED, WIDE, Schedule, native_gemm_kernel
 from fp4core.kernels.native.producers import WARPS, native_kernel
 from fp4core.kernels.producers import View, rule
 
 TARGETS = (100, 103)
-# what one SM of sm_100 and sm_103 has
+WITHOUT_FP4 = 90
+# what one SM of sm_90, sm_100 and sm_103 has (Tensor Memory: the last two)
 REGISTERS, SHARED_BYTES, TMEM_COLUMNS = 255, 227 * 1024, 512
 _SR = "stochastic"
 
@@ -61,15 +64,20 @@ class Build:
         return triton.compile(source, target=GPUTarget("cuda", target, 32), options=self.options)
 
 
-def gemms() -> Iterator[Build]:
-    """Products: both schedules, both instruction kinds, both output types."""
+def gemms(target: int) -> Iterator[Build]:
+    """Products: both schedules, both instruction kinds, both output types; without FP4 units the emulated
+    one."""
+    if target == WITHOUT_FP4:
+        for out in ("bf16", "fp32"):
+            yield _gemm(f"gemm-emulated-mxf4-{out}", EMULATED, None, 32, "u8", out)
+        return
     for label, s in (("overlapped", OVERLAPPED), ("wide", WIDE)):
         for kind, vec, scale in (("mxf4", 32, "u8"), ("mxf4nvf4", 16, "fp8e4nv")):
             for out in ("bf16", "fp32"):
                 yield _gemm(f"gemm-{label}-{kind}-{out}", s, kind, vec, scale, out)
 
 
-def _gemm(name: str, s: Schedule, kind: str, vec: int, scale: str, out: str) -> Build:
+def _gemm(name: str, s: Schedule, kind: str | None, vec: int, scale: str, out: str) -> Build:
     columns, depth = s.bk // vec // 4, s.depth(torch.float32 if out == "fp32" else torch.bfloat16)
     signature = {
         "a_desc": f"tensordesc<u8[{s.bm}, {s.bk // 2}]>",
@@ -94,8 +102,10 @@ def _gemm(name: str, s: Schedule, kind: str, vec: int, scale: str, out: str) -> 
         "STAGES": depth,
     }
     options = {"num_warps": s.warps, "num_stages": depth}
-    factor = {"mxf4": "2X", "mxf4nvf4": "4X"}[kind]
-    needs = (f"kind::{kind}.block_scale.scale_vec::{factor}", "tcgen05.cp", "cp.async.bulk.tensor")
+    needs = ("cp.async.bulk.tensor",)
+    if kind is not None:
+        factor = {"mxf4": "2X", "mxf4nvf4": "4X"}[kind]
+        needs += (f"kind::{kind}.block_scale.scale_vec::{factor}", "tcgen05.cp")
     return Build(name, native_gemm_kernel, signature, constants, options, needs)
 
 
@@ -127,13 +137,13 @@ PAIRS: dict[str, tuple[View | None, View | None]] = {
 }
 
 
-def producers() -> Iterator[Build]:
+def producers(target: int) -> Iterator[Build]:
     """Producers of every tensor of every route."""
     for name, (row, col) in PAIRS.items():
-        yield _producer(f"producer-{name}", row, col)
+        yield _producer(f"producer-{name}", row, col, target != WITHOUT_FP4)
 
 
-def _producer(name: str, row: View | None, col: View | None) -> Build:
+def _producer(name: str, row: View | None, col: View | None, ptx: bool) -> Build:
     kinds = [None if v is None else formats.get(v.format) for v in (row, col)]
     stochastic = [v is not None and v.rounding == _SR for v in (row, col)]
     pointers = {
@@ -146,7 +156,7 @@ def _producer(name: str, row: View | None, col: View | None) -> Build:
     constants: dict[str, Any] = {
         "HADAMARD": "none" if col is None else col.hadamard,
         "ASM": True,
-        "PTX": True,
+        "PTX": ptx,
     }
     for side, view, fmt, sr in zip(("ROW", "COL"), (row, col), kinds, stochastic):
         constants |= {
@@ -157,14 +167,14 @@ def _producer(name: str, row: View | None, col: View | None) -> Build:
             f"{side}_ALIGNED": True,
         }
     nearest = any(v is not None and not sr for v, sr in zip((row, col), stochastic))
-    needs = ("cvt.rn.satfinite.e2m1x2.f32",) if nearest else ()
+    needs = ("cvt.rn.satfinite.e2m1x2.f32",) if nearest and ptx else ()
     aligned = ("M", "K", "X_STRIDE", "ROW_BYTES", "COL_BYTES")
     return Build(name, native_kernel, signature, constants, {"num_warps": WARPS}, needs, aligned)
 
 
-def builds() -> list[Build]:
-    """Every native kernel."""
-    return [*gemms(), *producers()]
+def builds(target: int) -> list[Build]:
+    """Every native kernel that compute capability ``target`` can run."""
+    return [*gemms(target), *producers(target)]
 
 
 def report(build: Build, target: int) -> dict[str, Any]:
@@ -173,7 +183,7 @@ def report(build: Build, target: int) -> dict[str, Any]:
     ptx = compiled.asm["ptx"]
     found = {
         "kernel": build.name,
-        "target": f"sm_{target}a",
+        "target": f"sm_{target}a",  # Triton's name for sm_90 too
         "instructions": sorted(set(re.findall(r"tcgen05\.mma[\w.:]*|cvt\.rn\.satfinite\.e2m1x2\.f32", ptx))),
         **_resources(compiled.asm["cubin"]),
         "shared_bytes": int(compiled.metadata.shared),
@@ -219,7 +229,7 @@ def _cuobjdump(option: str, path: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print one JSON line per kernel and target."""
     parser = argparse.ArgumentParser(prog="python -m fp4core.kernels.native.aot", description=__doc__)
-    parser.add_argument("--target", type=int, action="append", choices=TARGETS, help="default: both")
+    parser.add_argument("--target", type=int, action="append", choices=(*TARGETS, WITHOUT_FP4), help="default: 100, 103")
     parser.add_argument("--only", default="", help="compile kernels whose name contains this")
     options = parser.parse_args(argv)
     if interpreted():
@@ -227,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     bad = 0
     for target in options.target or TARGETS:
-        for build in builds():
+        for build in builds(target):
             if options.only in build.name:
                 row = report(build, target)
                 bad += bool(row["problems"])

@@ -134,7 +134,8 @@ def native_gemm(
     """C [M, N] of A [M, K] and B [N, K], rounded once to ``dtype`` (BF16 or FP32).
 
     Raises:
-        ValueError: different K, or block scales of different types (no instruction multiplies them).
+        ValueError: different K, or block scales of different types (no instruction multiplies them); E4M3
+            scales on a GPU without FP4 Tensor Cores, whose compiler they abort.
     """
     (m, k), (n, kb) = a.shape, b.shape
     fa, fb = formats.get(a.format), formats.get(b.format)
@@ -146,8 +147,14 @@ def native_gemm(
     out = a.codes.new_empty((m, round_up(n, 16)), dtype=dtype)
     if out.numel() == 0 or k == 0:
         return out.zero_()[:, :n]
-    s = schedule or _schedule(out.device, n, k)
     vec = fa.block_cols
+    emulated = not interpreted() and not has_fp4_instructions(out.device)
+    if emulated and fa.block_scale != "e8m0":
+        raise ValueError(
+            f"native product: got {a.format} on {out.device}; E4M3 block scales need FP4 Tensor Cores (sm_100, "
+            "sm_103), only E8M0 ones can be emulated; use backend='carrier' or 'reference'"
+        )
+    s = EMULATED if emulated else schedule or _schedule(n, k)
     tiles = triton.cdiv(m, s.bm) * triton.cdiv(n, s.bn)
     programs = 1 if interpreted() else min(tiles, _processors(out.device))
     alpha, beta = _outer(a, b)
@@ -179,9 +186,7 @@ def native_gemm(
     return out[:, :n]
 
 
-def _schedule(device: torch.device, n: int, k: int) -> Schedule:
-    if not interpreted() and not has_fp4_instructions(device):
-        return EMULATED
+def _schedule(n: int, k: int) -> Schedule:
     return WIDE if k >= _LONG and n % 256 == 0 else OVERLAPPED
 
 
