@@ -12,6 +12,11 @@ from typing import Any, Literal
 from fp4core._recipe_load import ConfigError, build, entry, fail, nearest, to_plain
 from fp4core._recipe_route import _SLUG, digest
 
+# settings of training that change no number
+_BESIDE_THE_NUMBERS = (
+    *("keep_last", "segments", "checkpoint_every", "endpoint_step", "keep_gathered", "replicas"),
+    *("async_checkpoint", "tensorboard"),
+)
 STAGES = ("data", "train", "probe", "validation", "downstream", "dgrad", "output_head", "boundary")
 
 
@@ -82,6 +87,14 @@ class TrainConfig:
         "one", doc="per_cut: a job per cut, so that evaluation need not wait"
     )
     checkpoint_every: int = entry(1000, doc="steps between resume checkpoints", min=1)
+    gather: Literal["fp32", "bf16"] = entry(
+        "fp32", doc="type of gathered weights; bf16 also rounds each micro-step's dW before the FP32 sum"
+    )
+    keep_gathered: bool = entry(False, doc="gather weights once per micro-step: faster, more memory")
+    replicas: int = entry(1, doc="copies of the sharded model (HSDP); 1 shards over all ranks", min=1)
+    deterministic: bool = entry(False, doc="attention that gives the same bits again on a GPU, but slower")
+    async_checkpoint: bool = entry(False, doc="write checkpoints beside the training steps")
+    tensorboard: bool = entry(False, doc="write TensorBoard events beside the metrics")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,8 +212,12 @@ class Study:
         data = {"data": plain["data"], "vocab": self.model.vocab, **stream}
         body = {"model": plain["model"], "data": data, "backend": self.backend}
         # how a run is cut into jobs and what it keeps for a restart cannot change it: resume is bit-equal
-        for name in ("keep_last", "segments", "checkpoint_every", "endpoint_step"):
+        for name in _BESIDE_THE_NUMBERS:
             del train[name]
+        # settings that came later keep the hashes of studies that do not use them
+        for name in ("gather", "deterministic"):
+            if train[name] == getattr(TrainConfig, name):
+                del train[name]
         run = {**body, "train": train}
         # a probe or a screen runs its own number of steps under the same optimizer
         short = {**body, "train": {k: v for k, v in train.items() if k not in ("steps", "cuts", "log_every")}}

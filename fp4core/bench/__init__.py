@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 
-NAMES = ("boundary", "producers", "gemm", "linear", "block", "step", "cost-model")
+NAMES = ("boundary", "producers", "gemm", "linear", "block", "step", "scale", "drill", "cost-model")
 
 
 def main(argv: list[str]) -> int:

@@ -16,6 +16,10 @@ backward, with more they are computed again, which costs one more head GEMM and 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -42,12 +46,17 @@ class OutputHead(nn.Module):
             raise ValueError(f"output head: got chunks of {chunk} tokens, needed a multiple of {BLOCK}")
         self.variant, self.chunk = variant, chunk
         self.weight = None if tied else nn.Parameter(torch.empty(vocab, hidden))
+        self._compiled = False
+
+    def compile_losses(self) -> None:
+        """Fuse the element-wise work of the loss: a few passes over the logits instead of a dozen."""
+        self._compiled = True
 
     def forward(self, h: Tensor, targets: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
         weight = self.weight if weight is None else weight
         if targets is None:
             return _Logits.apply(h, weight, self.variant)
-        return _CrossEntropy.apply(h, weight, targets, self.variant, self.chunk)
+        return _CrossEntropy.apply(h, weight, targets, self.variant, self.chunk, self._compiled)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -99,20 +108,19 @@ class _CrossEntropy(torch.autograd.Function):
     """FP32 losses [...] of h [..., D] and targets [...]; no view, as FSDP warns of an output that is one."""
 
     @staticmethod
-    def forward(ctx, h: Tensor, w: Tensor, targets: Tensor, variant: str, chunk: int) -> Tensor:
+    def forward(ctx, h: Tensor, w: Tensor, targets: Tensor, variant: str, chunk: int, fused: bool) -> Tensor:
         ctx.shape = h.shape
+        losses_of = _compiled(_chunk_losses) if fused else _chunk_losses
         h, flat = h.flatten(0, -2), targets.flatten()
         w_operand = _weight_operand(w, h, variant)
         losses, sums, kept = [], [], None
         for first in range(0, h.shape[0], chunk):
             logits = _logits(h[first : first + chunk], w_operand, variant)
-            target = flat[first : first + chunk]
-            picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float()
-            total = _log_sum_exp(logits)
-            losses.append(total - picked)
+            loss, total = losses_of(logits, flat[first : first + chunk])
+            losses.append(loss)
             sums.append(total)
             kept = logits if h.shape[0] <= chunk else None
-        ctx.variant, ctx.chunk = variant, chunk
+        ctx.variant, ctx.chunk, ctx.fused = variant, chunk, fused
         ctx.save_for_backward(h, w, flat, torch.cat(sums), *([] if kept is None else [kept]))
         return torch.where(targets == IGNORE, 0.0, torch.cat(losses).view(targets.shape))
 
@@ -121,15 +129,33 @@ class _CrossEntropy(torch.autograd.Function):
         h, w, targets, sums, *kept = ctx.saved_tensors
         grad = grad.flatten()
         w_operand = None if kept else _weight_operand(w, h, ctx.variant)
+        gradient_of = _compiled(_logits_gradient) if ctx.fused else _logits_gradient
         dhs, dw = [], None
         for first in range(0, h.shape[0], ctx.chunk):
             part = slice(first, first + ctx.chunk)
             logits = kept[0] if kept else _logits(h[part], w_operand, ctx.variant)
-            dlogits = _softmax_gradient(logits, sums[part], targets[part], grad[part])
-            dh, chunk_dw = _backward(dlogits.to(h.dtype), h[part], w, ctx.variant)
+            dlogits = gradient_of(logits, sums[part], targets[part], grad[part])
+            dh, chunk_dw = _backward(dlogits, h[part], w, ctx.variant)
             dhs.append(dh)
             dw = chunk_dw if dw is None else dw + chunk_dw
-        return torch.cat(dhs).view(ctx.shape), dw.to(w.dtype), None, None, None
+        return torch.cat(dhs).view(ctx.shape), dw.to(w.dtype), None, None, None, None
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def _chunk_losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(losses, log-sum-exp), FP32 [T], of logits [T, V]."""
+    picked = logits.gather(1, target.clamp(min=0)[:, None])[:, 0].float()
+    total = _log_sum_exp(logits)
+    return total - picked, total
+
+
+def _logits_gradient(logits: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> Tensor:
+    """Gradient of the logits, in their dtype [T, V]."""
+    return _softmax_gradient(logits, total, target, grad).to(logits.dtype)
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:

@@ -13,13 +13,16 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from .errors import StopEarly
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -121,22 +124,52 @@ def is_lost_rank(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
 
 
-def shard(model: nn.Module, world: World) -> nn.Module:
-    """FSDP2 over all ranks: one unit per block, one for the rest; FP32 parameters and FP32 reduction.
+def shard(
+    model: nn.Module, world: World, *, gather: str = "fp32", keep_gathered: bool = False, replicas: int = 1
+) -> nn.Module:
+    """FSDP2 over all ranks; FP32 master weights and an FP32 sum of gradients.
 
-    Parameters are gathered in FP32 because the linears round to BF16 themselves and dW leaves them in
-    FP32: a BF16 gather would also round the gradients before they are summed.
+    One unit for the embedding, one per block, one for final norm and head, so that only the first gather
+    and the last reduction of a micro-step are not hidden by work.
+
+    Args:
+        gather: "fp32": the linears round to BF16 themselves, and dW leaves them in FP32. "bf16" moves half
+            the bytes; every weight is rounded as it would be anyway, but so is each micro-step's gradient
+            before the FP32 sum.
+        keep_gathered: keep a unit's weights from forward to backward.
+        replicas: HSDP; each replica is sharded over size / replicas ranks. ValueError when that is uneven.
     """
     if world.size == 1:
         return model
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    dtype = torch.bfloat16 if gather == "bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    shared = {"mesh": _mesh(world, replicas), "mp_policy": policy}
+    tied = model.config.tie_embeddings
+    if not tied:
+        # kept: backward does not read the table, but FSDP would gather it again
+        fully_shard(model.model.embed_tokens, reshard_after_forward=False, **shared)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, reshard_after_forward=not keep_gathered, **shared)
+    if not tied:
+        # needed again at once when backward begins
+        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **shared)
+    return fully_shard(model, **shared)
+
+
+def _mesh(world: World, replicas: int) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if world.size % replicas:
+        raise ValueError(
+            f"train.replicas {replicas} does not divide {world.size} ranks; choose one that does "
+            "(1: sharded over all of them)"
+        )
+    if replicas == 1:
+        return init_device_mesh(world.device.type, (world.size,))
+    shape = (replicas, world.size // replicas)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def device_record(device: torch.device) -> dict[str, str]:

@@ -12,13 +12,13 @@ other tensors: equal splits agree to the bit, different ones to rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import fp4core
 from fp4core.model.build import build_model, materialise
@@ -28,7 +28,7 @@ from fp4core.recipe import Recipe, Study
 from .distributed import World, shard
 from .errors import RunError
 from .guard import step_guard
-from .optim import learning_rate, make_optimizer, set_learning_rate, set_progress
+from .optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate, set_progress
 from .shards import TokenStream
 
 
@@ -79,20 +79,34 @@ class Engine:
         stream: TokenStream,
         local_batch: int | None = None,
         activation_checkpoint: str | None = None,
+        head_chunk: int | None = None,
+        initialise: Callable[[nn.Module], None] | None = None,
     ) -> None:
+        """See the module. `local_batch` and `activation_checkpoint` replace the study's.
+
+        Args:
+            head_chunk: tokens whose logits exist at once (default: the model's own).
+            initialise: fills the weights instead of `init_weights`, for measurements that need no particular
+                ones.
+        """
         train = study.train
         self.study, self.recipe, self.seed, self.world, self.stream = study, recipe, seed, world, stream
         self.split = Split.of(
             global_batch=train.global_batch, local_batch=local_batch or train.local_batch, world=world
         )
-        set_determinism(train.threads)
+        set_determinism(train.threads, exact=train.deterministic)
         policy = activation_checkpoint or train.activation_checkpoint
         model = build_model(study.model, recipe, "meta", backend=study.backend, activation_checkpoint=policy)
+        if head_chunk is not None:
+            model.lm_head.chunk = head_chunk
         if train.compile:
-            for block in model.blocks:
-                # the function and not the module: parameter names and FSDP hooks stay outside the graph
-                block.forward = torch.compile(block.forward)
-        self.model = materialise(shard(model, world), world.device, seed)
+            compile_model(model)
+        sharded = shard(
+            model, world, gather=train.gather, keep_gathered=train.keep_gathered, replicas=train.replicas
+        )
+        self.model = materialise(sharded, world.device, seed if initialise is None else None)
+        if initialise is not None:
+            initialise(self.model)
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
         )
@@ -107,10 +121,21 @@ class Engine:
         set_progress(self.optimizer, step=step)
         if self.amax is not None:
             self.amax.load(record.get("held_amax") or {})
+        plans = record.get("carrier_plans") or []
+        if self.guard is not None and plans:
+            # another world size has other ranks' tensors; a plan is only where a step starts from
+            self.guard.load(plans[self.world.rank % len(plans)])
 
     def extra_state(self) -> dict[str, Any]:
-        """State beside weights and moments, as JSON: the held maxima of routes that have them."""
-        return {} if self.amax is None else {"held_amax": self.amax.state()}
+        """State beside weights and moments, as JSON; every rank calls it.
+
+        The held maxima of routes that have them, and each rank's carrier plans.
+        """
+        state: dict[str, Any] = {} if self.amax is None else {"held_amax": self.amax.state()}
+        if self.guard is not None:
+            ranks = self.world.gather({"plans": self.guard.state()})
+            state["carrier_plans"] = [rank["plans"] for rank in ranks]
+        return state
 
     @property
     def tokens_per_step(self) -> int:
@@ -133,7 +158,7 @@ class Engine:
         lr = learning_rate(step, peak=train.lr, warmup=train.warmup)
         total, replayed = self._exact_gradients(step)
         loss = self.world.reduce(total)[0] / self.tokens_per_step
-        norm = _whole(nn.utils.clip_grad_norm_(self.model.parameters(), train.clip, foreach=True))
+        norm = clip_gradients(self.model, train.clip)
         result = StepResult(loss, norm, lr, replayed)
         if result.finite:
             set_learning_rate(self.optimizer, lr)
@@ -180,13 +205,27 @@ def order_seed(data_seed: int, run_seed: int) -> int:
     return ((data_seed & 0xFFFFFFFF) << 32) | (run_seed & 0xFFFFFFFF)
 
 
-def set_determinism(threads: int) -> None:
-    """Fixed thread count and deterministic kernels: the same step gives the same bits."""
+def compile_model(model: nn.Module) -> None:
+    """Compile the blocks, the final norm and the loss's element-wise work, each alone.
+
+    Functions and not modules: parameter names and FSDP's hooks stay outside the graphs.
+    """
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward)
+    model.model.norm.forward = torch.compile(model.model.norm.forward)
+    model.lm_head.compile_losses()
+
+
+def set_determinism(threads: int, *, exact: bool = False) -> None:
+    """Fixed thread count and deterministic kernels: the same step gives the same bits.
+
+    On a GPU cuDNN's attention, the fastest, may still sum its gradients in another order each time; `exact`
+    keeps it out and makes FlashAttention take its deterministic backward.
+    """
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # cuBLAS reads it when its first handle is made; without it products may share a workspace
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=not exact)
+    torch.backends.cuda.enable_cudnn_sdp(not exact)
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
-
-
-def _whole(norm: torch.Tensor) -> float:
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)

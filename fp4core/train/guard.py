@@ -7,8 +7,9 @@ same bits, so nothing but time is lost.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from fp4core.ops import carrier
@@ -25,6 +26,8 @@ class StepGuard(Protocol):
 
     def begin(self) -> None: ...
     def exact(self) -> bool: ...
+    def state(self) -> list[Any]: ...
+    def load(self, state: list[Any]) -> None: ...
 
 
 class CarrierGuard:
@@ -42,6 +45,39 @@ class CarrierGuard:
 
     def exact(self) -> bool:
         return not carrier.misfits(self._model)
+
+    def state(self) -> list[Any]:
+        """Every group's plan as JSON. A product in BF16 sums in another order than one in FP8, so the types
+        that a run has arrived at belong to it; the references only save a repeated step."""
+        from fp4core.ops import carrier_groups
+
+        return [
+            {
+                "producers": list(g.producers),
+                "kinds": g.plan.kinds,
+                "refs": g.plan.refs,
+                "spans": g.plan.spans,
+                "calibrated": g.calibrated,
+                "fallbacks": g.plan.fallbacks,
+            }
+            for g in carrier_groups.groups(self._model)
+            if g.plan.mx
+        ]
+
+    def load(self, state: list[Any]) -> None:
+        """Go on under the plans of `state()`. ValueError when they are another model's."""
+        from fp4core.ops import carrier_groups
+
+        layers = {m.producer: m for m in self._model.modules() if hasattr(m, "producer")}
+        for entry in state:
+            first = layers.get(entry["producers"][0])
+            if first is None:
+                raise ValueError(f"carrier plans: got producers {entry['producers']}, which no layer has")
+            g = carrier_groups.group(entry["producers"], first.spec, first.weight.device)
+            g.plan.kinds, g.plan.refs = list(entry["kinds"]), list(entry["refs"])
+            g.plan.spans = [None if span is None else tuple(span) for span in entry["spans"]]
+            g.plan.fallbacks, g.calibrated = dict(entry["fallbacks"]), list(entry["calibrated"])
+            g.state.copy_(torch.tensor([[ref, 0, 0, 0] for ref in g.plan.refs], dtype=torch.int32))
 
 
 def step_guard(model: nn.Module, backend: str, device_type: str) -> StepGuard | None:
