@@ -6,7 +6,9 @@
 One reference each for X, W and dY of every linear layer, sample and hold and no history (arXiv 2609.02846,
 github.com/MrHuff/ue5m3-fp4, docs/numerics.md). On a sampling step every call quantises with its own
 tensor's maximum, and what is held afterwards is the largest of the step's micro-batches and ranks. A layer
-that saw only zeros, or none of whose samples exists yet, uses each tensor's own maximum.
+that saw only zeros, or none of whose samples exists yet, uses each tensor's own maximum. A maximum that is
+infinite or NaN is never held: the trainer leaves the weights alone after such a step, and what was held
+before stays (the NaN itself still reaches the loss, through its own block).
 
 A ``scale_target`` T other than the format's 448 maps the largest block to T: s = UE5M3(T amax_b / g) and
 outer g / (6 T). That is the format's own rule under the reference FP32(g 448 / T), so quantisers know
@@ -20,6 +22,7 @@ layer's ``spec``. A trainer calls ``begin`` and ``finish`` around each step; nob
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -65,10 +68,12 @@ class HeldAmax:
     def finish(self, largest: Callable[[Sequence[float]], Sequence[float]] | None = None) -> None:
         """End the step; a sampled one becomes the reference. ``largest`` takes the maximum over ranks."""
         if self.sampling:
-            values = self._seen.flatten().tolist()
+            # infinity orders above every number on every rank, which NaN does not
+            values = [v if math.isfinite(v) else math.inf for v in self._seen.flatten().tolist()]
             if largest is not None:
                 values = largest(values)
-            self._held = torch.tensor(values, dtype=torch.float32, device=self._seen.device).view(-1, 3)
+            seen = torch.tensor(values, dtype=torch.float32, device=self._held.device).view(-1, 3)
+            self._held = torch.where(seen.isinf(), self._held, seen)
         self.sampling = False
 
     def reference(self, x: Tensor, row: int, column: int, factor: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -14,6 +16,16 @@ from fp4core.recipe import ModelConfig, Operand, RopeConfig, load_recipe
 from fp4core.reference import casts
 
 UE5M3 = Operand("ue5m3")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there the carriers hold the same references
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors are tiny: threads would only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def sampled(
@@ -105,6 +117,21 @@ def test_spec_carries_target_and_table() -> None:
     assert specs.decode(specs.with_table(text, 7)) == recipe
 
 
+def test_a_maximum_that_is_no_number_is_not_held() -> None:
+    table = held.HeldAmax(1, 2)
+    assert sampled(table, 1, torch.tensor([3.0])) == [3.0]
+    sampled(table, 3, torch.tensor([float("nan"), 1.0]), torch.tensor([2.0]))
+    assert table.state()["held"] == [[3.0, 0.0, 0.0]]
+    sampled(table, 5, torch.tensor([float("-inf")]))
+    assert sampled(table, 6, torch.tensor([100.0])) == [3.0]
+    # one rank's NaN is every rank's: what is exchanged orders above all numbers
+    table.begin(7)
+    table.reference(torch.tensor([float("nan")]).bfloat16(), 0, held.X, 1.0)
+    sent = []
+    table.finish(lambda values: sent.extend(values) or [max(v, 9.0) for v in values])
+    assert sent == [float("inf"), 0.0, 0.0] and table.state()["held"] == [[3.0, 9.0, 9.0]]
+
+
 def tiny() -> torch.nn.Module:
     rope = RopeConfig(original_max_position=16)
     config = ModelConfig(
@@ -154,6 +181,55 @@ def test_a_model_holds_what_its_layers_saw_and_keeps_its_state_dict() -> None:
     model.held_amax.load({**model.held_amax.state(), "held": (rows.view(-1, 3) * 3).tolist()})
     assert loss(2) != first
     assert loss(51) == first
+
+
+def trained(steps: range, policy: str, start: dict | None = None) -> tuple[list[float], dict]:
+    """Losses of some steps of two micro-batches by plain descent, and what a checkpoint would keep."""
+    rope = RopeConfig(original_max_position=16)
+    config = ModelConfig(
+        blocks=2, hidden=64, ffn=96, heads=4, kv_heads=2, head_dim=16, vocab=64, max_position=32, rope=rope
+    )
+    model = build_model(config, "ue5m3", DEVICE, activation_checkpoint=policy)
+    model.held_amax.interval = 3
+    if start is not None:
+        model.load_state_dict(start["weights"])
+        model.held_amax.load(start["held"])
+    tokens = torch.randint(0, 64, (8, 2, 1, 17), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    losses = []
+    for step in steps:
+        model.zero_grad()
+        model.held_amax.begin(step)
+        for number, batch in enumerate(tokens[step]):
+            fp4core.set_sr_state(model, seed=5, step=step, token_offset=16 * number)
+            loss = model(batch[:, :-1].contiguous(), batch[:, 1:].contiguous()).sum()
+            loss.backward()
+            losses.append(float(loss.detach()))
+        model.held_amax.finish()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.01 * parameter.grad
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return losses, {"weights": weights, "held": model.held_amax.state()}
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_resume_is_bit_equal_with_and_without_recomputation(policy: str) -> None:
+    """Samples at steps 1 and 4; stopped after 2, between them, and after 4, on one."""
+    losses, end = trained(range(1, 7), policy)
+    first, middle = trained(range(1, 3), policy)
+    second, late = trained(range(3, 5), policy, middle)
+    third, resumed = trained(range(5, 7), policy, late)
+    assert first + second + third == losses
+    assert resumed["held"] == end["held"] != middle["held"]
+    assert all(torch.equal(resumed["weights"][name], value) for name, value in end["weights"].items())
+    # the held maxima matter: without them the resumed run takes another way
+    forgotten = {**middle, "held": {**middle["held"], "held": [[0.0] * 3] * 16}}
+    assert trained(range(3, 4), policy, forgotten)[0] != second[:2]
+
+
+def test_recomputation_changes_no_number() -> None:
+    (plain, end), (again, other) = trained(range(1, 5), "none"), trained(range(1, 5), "full")
+    assert plain == again and end["held"] == other["held"]
 
 
 def test_two_models_do_not_share_a_table() -> None:
