@@ -1,4 +1,4 @@
-"""Every native product, and producers of each kind, compiled for sm_100a and sm_103a without a GPU.
+"""Every native product, and producers of each kind, compiled for sm_100a, sm_103a and sm_90 without a GPU.
 
 In a process of its own, because kernels here are interpreted and because a compiler may abort. `python -m
 fp4core.kernels.native.aot` compiles all of them (two minutes); this is the part that finds most mistakes.
@@ -63,6 +63,26 @@ def test_producers_fit_and_convert_in_hardware(target: str, only: str) -> None:
         # both views of te-dy are stochastic, which is software
         wanted = [] if only == "te-dy" else ["cvt.rn.satfinite.e2m1x2.f32"]
         assert row["instructions"] == wanted, row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only", ["gemm", "producer-te-dy", "producer-hybrid-dy-h32"])
+def test_the_same_sources_compile_where_they_are_emulated(only: str) -> None:
+    """sm_90 in software: what ``test_native_gpu`` runs there."""
+    rows = compiled("--target", "90", "--only", only)
+    within_the_chip(rows)
+    assert len(rows) == (2 if only == "gemm" else 1)
+    for row in rows:
+        assert row["instructions"] == [] and row["tmem_columns"] == 0, row
+
+
+def test_no_product_with_e4m3_scales_is_listed_without_fp4_units() -> None:
+    """Its compiler would abort the process."""
+    listed = aot.builds(aot.WITHOUT_FP4)
+    assert len(listed) == 2 + len(aot.PAIRS) and len(aot.builds(100)) == len(aot.builds(103)) == 31
+    types = [t for build in listed for t in build.signature.values()]
+    assert not any("fp8e4nv" in t for t in types)
+    assert {build.constants["VEC"] for build in listed if "VEC" in build.constants} == {32}
 
 
 def test_the_list_of_builds_covers_every_route() -> None:

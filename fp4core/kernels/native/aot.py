@@ -229,7 +229,9 @@ def _cuobjdump(option: str, path: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print one JSON line per kernel and target."""
     parser = argparse.ArgumentParser(prog="python -m fp4core.kernels.native.aot", description=__doc__)
-    parser.add_argument("--target", type=int, action="append", choices=(*TARGETS, WITHOUT_FP4), help="default: 100, 103")
+    parser.add_argument(
+        "--target", type=int, action="append", choices=(*TARGETS, WITHOUT_FP4), help="default: 100, 103"
+    )
     parser.add_argument("--only", default="", help="compile kernels whose name contains this")
     options = parser.parse_args(argv)
     if interpreted():

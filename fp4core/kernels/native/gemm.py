@@ -151,8 +151,8 @@ def native_gemm(
     emulated = not interpreted() and not has_fp4_instructions(out.device)
     if emulated and fa.block_scale != "e8m0":
         raise ValueError(
-            f"native product: got {a.format} on {out.device}; E4M3 block scales need FP4 Tensor Cores (sm_100, "
-            "sm_103), only E8M0 ones can be emulated; use backend='carrier' or 'reference'"
+            f"native product: got {a.format} on {out.device}; E4M3 block scales need FP4 Tensor Cores "
+            "(sm_100, sm_103), only E8M0 ones can be emulated; use backend='carrier' or 'reference'"
         )
     s = EMULATED if emulated else schedule or _schedule(n, k)
     tiles = triton.cdiv(m, s.bm) * triton.cdiv(n, s.bn)
