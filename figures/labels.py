@@ -97,11 +97,12 @@ def _shorten(text, figure: Figure) -> None:
 
 def beside_points(
     axes: Axes, points: list[dict], *, size: float = LABEL, avoid: list[Bbox] | None = None
-) -> None:
+) -> list[tuple[Bbox, np.ndarray | None]]:
     """Label scatter points so that no text covers another, a point, or the axes' edge.
 
     points: {x, y (data), text, color}. Candidates lie on rings around the point; the cheapest wins, the
-    most crowded point first, and two more sweeps let early choices move. Far labels get a leader line.
+    most crowded point first, and more sweeps let early choices move. Far labels get a leader line, which
+    keeps off the other points and labels. Returns every label's window box and its leader [2, 2] or None.
     """
     figure = axes.figure
     renderer = figure.canvas.get_renderer()
@@ -118,46 +119,90 @@ def beside_points(
     dots = np.column_stack([at - reach, at + reach])
     fixed = np.array([box.extents for box in avoid or []], dtype=float).reshape(-1, 4)
     boxes = [_candidates(x, y, w, h, pixels) for (x, y), (w, h) in zip(at, sizes)]
-    chosen = np.full((len(points), 4), np.nan)
-    rings = np.zeros(len(points))
+    outside = [
+        np.maximum(0, frame.x0 - box[:, 0])
+        + np.maximum(0, box[:, 2] - frame.x1)
+        + np.maximum(0, frame.y0 - box[:, 1])
+        + np.maximum(0, box[:, 3] - frame.y1)
+        for box, _ in boxes
+    ]
+    lines = [_leaders(start, box, ring) for start, (box, ring) in zip(at, boxes)]
+    alone = []  # cost of every candidate whatever the other labels do
+    for index, (box, ring) in enumerate(boxes):
+        near = _shared(box, dots)
+        near[:, index] *= 0.5
+        crossed = _crossed(lines[index], np.delete(dots, index, 0)).sum(1)
+        alone.append(
+            2 * ring
+            + 40 * near.sum(1)
+            + CROSSED * crossed
+            + 8 * _shared(box, fixed).sum(1)
+            + 10 * outside[index] / pixels
+        )
     distance = np.hypot(*(at[:, None] - at[None]).transpose(2, 0, 1))
-    crowd = (distance < 60 * pixels).sum(1)
-    for _ in range(3):
-        for index in np.argsort(-crowd, kind="stable"):
-            box, ring = boxes[index]
-            others = chosen.copy()
-            others[index] = np.nan
-            near = _shared(box, dots)
-            near[:, index] *= 0.5
-            cost = (
-                2 * ring
-                + 40 * near.sum(1)
-                + 100 * _shared(box, others).sum(1)
-                + 8 * _shared(box, fixed).sum(1)
-            )
-            outside = np.maximum(0, frame.x0 - box[:, 0]) + np.maximum(0, box[:, 2] - frame.x1)
-            outside += np.maximum(0, frame.y0 - box[:, 1]) + np.maximum(0, box[:, 3] - frame.y1)
-            best = int(np.argmin(cost + 10 * outside / pixels))
-            chosen[index], rings[index] = box[best], ring[best]
+    crowd = np.argsort(-(distance < 60 * pixels).sum(1), kind="stable")
+    orders = [crowd, crowd[::-1], np.argsort(at[:, 1]), np.argsort(-at[:, 1]), np.argsort(-at[:, 0])]
+    tried = [_place(order, [box for box, _ in boxes], lines, alone) for order in orders]
+    _, chosen, leaders = min(tried, key=lambda one: one[0])
+    placed = []
     for index, point in enumerate(points):
         box = Bbox.from_extents(*chosen[index])
         center = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
         x, y = axes.transData.inverted().transform(center)
-        if rings[index] >= 2:
-            edge = (np.clip(at[index][0], box.x0, box.x1), np.clip(at[index][1], box.y0, box.y1))
-            ex, ey = axes.transData.inverted().transform(edge)
+        line = None if np.isnan(leaders[index]).any() else leaders[index]
+        if line is not None:
+            ex, ey = axes.transData.inverted().transform(line[1])
             axes.plot([point["x"], ex], [point["y"], ey], color=point["color"], lw=0.4, alpha=0.8, zorder=1)
+        placed.append((box, line))
         halo = [withStroke(linewidth=1.6, foreground="white")]
         axes.text(
             x, y, point["text"], fontsize=size, color=darker(point["color"]), ha="center", va="center",
             path_effects=halo,
         )  # fmt: skip
+    return placed
+
+
+FAR = 2  # ring from which on a label needs a leader
+CROSSED = 15  # cost of a leader through a point or a label; OVERLAP of two labels, all of the smaller
+OVERLAP = 400
+
+
+def _place(
+    order: np.ndarray, boxes: list[np.ndarray], lines: list[np.ndarray], alone: list[np.ndarray]
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """(total cost, boxes [n, 4], leaders [n, 2, 2]): each label in turn takes its cheapest candidate."""
+    n = len(boxes)
+    chosen, leaders, paid = np.full((n, 4), np.nan), np.full((n, 2, 2), np.nan), np.zeros(n)
+    for _ in range(5):
+        for index in order:
+            box, rest = boxes[index], np.arange(n) != index
+            crossed = _crossed(lines[index], chosen[rest]).sum(1) + _crossed(leaders[rest], box).sum(0)
+            cost = alone[index] + OVERLAP * _shared(box, chosen[rest]).sum(1) + CROSSED * crossed
+            best = int(np.argmin(cost))
+            chosen[index], leaders[index], paid[index] = box[best], lines[index][best], cost[best]
+    return float(paid.sum()), chosen, leaders
+
+
+def _leaders(start: np.ndarray, boxes: np.ndarray, rings: np.ndarray) -> np.ndarray:
+    """[n, 2, 2] from ``start`` to the nearest edge of every far box; NaN where the box is near."""
+    ends = np.clip(start[None], boxes[:, :2], boxes[:, 2:])
+    lines = np.stack([np.broadcast_to(start, ends.shape), ends], axis=1).astype(float)
+    lines[rings < FAR] = np.nan
+    return lines
+
+
+def _crossed(lines: np.ndarray, boxes: np.ndarray) -> np.ndarray:
+    """Whether line [n, 2, 2] runs through box [m, 4]: bool [n, m], looked at in 40 points of the line."""
+    t = np.linspace(0, 1, 42)[None, 1:-1, None]
+    points = lines[:, None, 0] + t * (lines[:, None, 1] - lines[:, None, 0])  # [n, 40, 2]
+    at = points[:, :, None]
+    return ((at > boxes[None, None, :, :2]) & (at < boxes[None, None, :, 2:])).all(-1).any(1)
 
 
 def _candidates(x: float, y: float, w: float, h: float, pixels: float) -> tuple[np.ndarray, np.ndarray]:
     """Boxes [n, 4] (x0, y0, x1, y1) of a w x h text on rings around (x, y), and their ring and side cost."""
     boxes, rings = [], []
-    for ring, radius in enumerate((5, 9, 14, 20, 28, 38, 50)):
+    for ring, radius in enumerate((5, 9, 14, 20, 28, 38, 50, 64)):
         for angle in np.deg2rad((0, 180, 35, -35, 145, -145, 90, -90, 65, -65, 115, -115)):
             cx, cy = np.cos(angle), np.sin(angle)
             left = x + radius * pixels * cx + (-w if cx < -0.3 else 0 if cx > 0.3 else -w / 2)
@@ -207,7 +252,8 @@ def text_boxes(figure: Figure) -> list[tuple[str, Bbox]]:
     figure.canvas.draw()
     renderer = figure.canvas.get_renderer()
     artists = list(figure.texts)
-    for axes in figure.axes:
+    insets = [inset for axes in figure.axes for inset in axes.child_axes]
+    for axes in [*figure.axes, *insets]:
         if not axes.axison:
             artists += [axes.title, axes._left_title, *axes.texts]
             continue

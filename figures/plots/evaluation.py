@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from figures import analysis, captions, labels, published, stats, style
 from figures.data import REFERENCE, Tidy
-from figures.numbers import as_read, count, fixed
+from figures.numbers import count, fixed
 
 
 def data_validation(tidy: Tidy) -> pd.DataFrame:
@@ -28,7 +29,8 @@ def caption_validation(tidy: Tidy) -> str:
     return captions.join(
         f"(a) Mean NLL on the fixed validation stream ({int(raw['sequences'].max()):,} sequences, "
         f"{int(raw['tokens'].max()):,} targets) at every checkpoint, with 95% sequence-level intervals; "
-        "routes are shifted sideways within a checkpoint. The intervals of (a) are wide because sequences "
+        "routes are shifted sideways within a checkpoint. Small axes, where present: the last shared "
+        "checkpoint closer. The intervals of (a) are wide because sequences "
         "differ among themselves; they do not compare routes.",
         difference,
         f"Labels: value at step {analysis.last_shared_step(tidy):,}.",
@@ -70,17 +72,15 @@ def draw_validation(tidy: Tidy) -> Figure:
         left, right = grid[0, 0], None
     ticks = _ticks(tidy, frame)
     gap = min(np.diff(ticks), default=max(ticks))
-    late = frame[frame["step"] >= (ticks[1] if len(ticks) > 2 else ticks[0])]
-    left.set_ylim(*_limits(tidy, late, ("low", "high", "nll")))
-    _points(
-        tidy, left, frame, routes, gap, ("nll", "low", "high"), looks, value=lambda v: fixed(as_read(v), 6)
-    )
+    left.set_ylim(*_limits(tidy, frame, ("low", "high", "nll")))
+    _points(tidy, left, frame, routes, gap, ("nll", "low", "high"), looks, value=lambda v: fixed(v, 4))
     left.set_ylabel("validation NLL (nats/token)")
+    _closer(tidy, left, frame, routes, looks)
     style.panel(left, "a")
     if right is not None:
         right.axhline(0, color="black", lw=0.8)
         columns = ("difference", "difference_low", "difference_high")
-        low, high = _limits(tidy, late, columns)
+        low, high = _limits(tidy, frame, columns)
         right.set_ylim(min(low, -0.03 * (high - low)), max(high, 0.03 * (high - low)))
         _points(tidy, right, frame, others, gap, columns, looks, value=lambda v: fixed(v, 4, signed=True))
         right.set_ylabel("NLL − NLL of BF16 (nats/token)")
@@ -91,6 +91,53 @@ def draw_validation(tidy: Tidy) -> Figure:
             axes.set_xticks(ticks, [f"{step / 1000:g}k" if short else str(step) for step in ticks])
             axes.set_xlabel("checkpoint (step)")
     return figure
+
+
+# corners of panel (a) for the closer view: x, y, width, height in shares of the axes
+CORNERS = ((0.56, 0.55, 0.44, 0.4), (0.64, 0.6, 0.36, 0.35), (0.2, 0.06, 0.44, 0.36))
+
+
+def _closer(tidy: Tidy, axes, frame, routes, looks) -> None:
+    """The last shared checkpoint at its own scale, in a corner that no point or curve enters.
+
+    Left out where the panel itself shows it well enough, or no corner is free.
+    """
+    shared = analysis.last_shared_step(tidy)
+    mine = frame[(frame["step"] == shared) & frame["nll"].notna()].set_index("route")
+    low, high = _limits(tidy, mine.reset_index(), ("low", "high", "nll"))
+    bottom, top = axes.get_ylim()
+    box = next((corner for corner in CORNERS if _is_free(axes, corner)), None)
+    if box is None or high - low > 0.4 * (top - bottom):
+        return
+    inset = axes.inset_axes(box)
+    for place, route in enumerate([route for route in routes if route in mine.index]):
+        look, row = looks.get(route) or style.look(route), mine.loc[route]
+        inset.vlines(place, row["low"], row["high"], color=look.color, lw=0.7)
+        inset.plot(place, row["nll"], look.marker, color=look.color, ms=2.8, mew=0)
+    inset.set_xlim(-1, len(mine))
+    inset.set_ylim(low, high)
+    inset.set_xticks([])
+    inset.spines["bottom"].set_visible(False)
+    inset.yaxis.set_major_locator(MaxNLocator(4))
+    inset.tick_params(labelsize=6)
+    inset.set_title(f"step {shared:,}, closer", fontsize=6.5, fontweight="normal", color=style.GREY, pad=2)
+
+
+def _is_free(axes, corner: tuple[float, float, float, float]) -> bool:
+    """Whether no curve of ``axes`` comes into ``corner`` or its ticks; curves are looked at in 200 points."""
+    x, y, width, height = corner
+    x0, x1, y0, y1 = x - 0.14, x + width, y - 0.03, y + height + 0.05
+    for line in axes.lines:
+        if line.get_transform() != axes.transData:
+            continue  # leaders of labels, outside
+        points = axes.transAxes.inverted().transform(axes.transData.transform(line.get_xydata()))
+        if not len(points):
+            continue
+        at = np.linspace(0, len(points) - 1, 200)
+        px, py = (np.interp(at, np.arange(len(points)), points[:, k]) for k in (0, 1))
+        if ((px > x0) & (px < x1) & (py > y0) & (py < y1)).any():
+            return False
+    return True
 
 
 def _ticks(tidy: Tidy, frame: pd.DataFrame) -> list[int]:

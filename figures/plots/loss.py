@@ -203,7 +203,7 @@ def draw_loss(tidy: Tidy) -> Figure:
     if REFERENCE not in curves:
         return _draw_without_reference(tidy, curves, looks)
     figure, grid = style.new(
-        style.PAGE, 3.2, 1, 3, margins=(0.47, 1.5, 0.36, 0.2), width_ratios=(1, 1, 0.22), wspace=0.26
+        style.PAGE, 3.2, 1, 3, margins=(0.47, 1.5, 0.36, 0.2), width_ratios=(1, 1, 0.22), wspace=0.36
     )
     left, middle, right = grid[0]
     box_m, box_r = middle.get_position(), right.get_position()

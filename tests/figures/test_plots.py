@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 
-from figures import style
+from figures import labels, style
 from figures.__main__ import main
 from figures.data import Tidy
 from figures.labels import overlap, text_boxes
@@ -29,6 +30,18 @@ def test_figure_is_written_in_three_formats(name, results):
     assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def axis_labels_in_other_panels(figure) -> list[str]:
+    """Axis labels that reach into the frame of another panel."""
+    panels = [axes for axes in figure.axes if axes.axison]
+    found = [label for axes in panels for label in (axes.xaxis.label, axes.yaxis.label) if label.get_text()]
+    return [
+        label.get_text()
+        for label in found
+        for other in panels
+        if overlap(label.get_window_extent(), other.get_window_extent()) > 0
+    ]
+
+
 @pytest.mark.parametrize("name", ENTRIES)
 def test_no_text_overlaps_or_leaves_the_page(name, tidy_three):
     with plt.rc_context(style.RC):
@@ -37,7 +50,9 @@ def test_no_text_overlaps_or_leaves_the_page(name, tidy_three):
         assert width in (style.COLUMN, style.PAGE) and height <= 9.5
         boxes = text_boxes(figure)
         edge_x, edge_y = width * figure.dpi, height * figure.dpi
+        intruders = axis_labels_in_other_panels(figure)
         plt.close(figure)
+    assert not intruders
     outside = [t for t, b in boxes if b.x0 < -1 or b.y0 < -1 or b.x1 > edge_x + 1 or b.y1 > edge_y + 1]
     assert not outside
     clashes = [
@@ -47,6 +62,43 @@ def test_no_text_overlaps_or_leaves_the_page(name, tidy_three):
         if overlap(box, other) > 0.05
     ]
     assert not clashes
+
+
+@pytest.mark.parametrize("study", ["tidy_one", "tidy_three"])
+def test_every_checkpoint_and_interval_is_inside_the_validation_panels(study, request):
+    """The first cut is far above the last: it must be seen, and the last still be told apart (small axes)."""
+    tidy = request.getfixturevalue(study)
+    frame = ENTRIES["fig09_validation_nll"].data(tidy)
+    frame = frame[frame["route"].map(lambda route: tidy.status[route] != "diverged")]
+    with plt.rc_context(style.RC):
+        figure = ENTRIES["fig09_validation_nll"].draw(tidy)
+        limits = [axes.get_ylim() for axes in figure.axes]
+        insets = figure.axes[0].child_axes
+        plt.close(figure)
+    wanted = (("nll", "low", "high"), ("difference", "difference_low", "difference_high"))
+    for (low, high), columns in zip(limits, wanted):
+        values = frame[list(columns)].stack()
+        assert low <= values.min() and values.max() <= high
+    assert len(insets) == 1 and f"step {frame['step'].max():,}" in insets[0].get_title("left")
+
+
+def test_a_crowd_of_points_is_labelled_without_overlaps_and_leaders_through_labels():
+    """Twelve routes of nearly one rate beside a far control, as on a CPU."""
+    points = [{"x": 16.0, "y": 0.0, "text": "BF16", "color": "black"}]
+    for i in range(12):
+        x, y = 6 + 0.9 * ((i * 7) % 12) / 12, 0.35 + 0.07 * i
+        points.append({"x": x, "y": y, "text": f"Route NVFP4 {i}", "color": "black"})
+    with plt.rc_context(style.RC):
+        figure, grid = style.new(style.PAGE / 2, 3.1, margins=(0.46, 0.1, 0.38, 0.22))
+        grid[0, 0].set(xlim=(4, 19), ylim=(-0.1, 1.35))
+        placed = labels.beside_points(grid[0, 0], points)
+        plt.close(figure)
+    boxes = [box for box, _ in placed]
+    assert not [1 for i, a in enumerate(boxes) for b in boxes[i + 1 :] if overlap(a, b) > 0.02]
+    for index, (_, line) in enumerate(placed):
+        if line is not None:
+            others = np.array([box.extents for i, box in enumerate(boxes) if i != index])
+            assert not labels._crossed(line[None], others).any()
 
 
 @pytest.mark.parametrize("name", ENTRIES)
