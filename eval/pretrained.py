@@ -7,7 +7,7 @@ against the same path with BF16 operands, and `eval.dgrad` measures dX = dY W on
 the study's validation stream, decoded and tokenised again for this model.
 
     model/           the gated Hugging Face directory
-    dgrad.json       dgrad.csv, dgrad.md
+    dgrad.json       dgrad.csv, dgrad.md; tidy/ for table 12 and figure 12
     scores/*.json    one record a route, items and NLL included; scores.csv, scores.md
 """
 
@@ -34,6 +34,30 @@ if TYPE_CHECKING:
 SCHEMA = "fp4core.pretrained"
 CONTROL = "bf16"
 SEED = 1234  # of the choice of items
+MODEL = "SmolLM2-135M-Instruct (a Llama of 30 blocks whose weights were stored in 4 bits)"
+# the metric that is compared: one of each task, as in the study's own tables
+PRIMARY = {"mmlu": "acc", "hellaswag": "acc_norm", "winogrande": "acc", "arc_challenge": "acc_norm"}
+SCORE_COLUMNS = [
+    "route",
+    "task",
+    "metric",
+    "n",
+    "value",
+    "low",
+    "high",
+    "chance",
+    "at_chance",
+    "difference",
+] + ["difference_low", "difference_high", "lost", "gained", "p", "p_holm", "truncated"]
+NOTES = {
+    "scores": """
+`low`, `high`: 95% Wilson interval of a score; `at_chance`: it contains a guess's score. `difference`: against
+the same items (tasks: a fraction) or sequences (NLL: nats/token, with a 95% paired t interval) under BF16;
+blank in BF16's own rows. `lost`, `gained`: items that BF16 answers and the format does not, and the reverse.
+`p`: exact McNemar test on those; `p_holm`: adjusted by Holm over all formats and the compared metric of each
+task, blank for the other metric. `truncated`: prompts that did not fit and lost their beginning.
+"""
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,21 +191,24 @@ def _load(native: Any, directory: Path) -> None:
 
 
 def flips(control: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]]:
-    """Per (task, metric): score, items lost and gained against the control, exact McNemar p; NLL first.
+    """Per (task, metric): score with its Wilson interval, items lost and gained against the control, exact
+    McNemar p; the text's NLL first, its difference paired by sequence with a t interval.
 
     ValueError unless both records asked the same prompts.
     """
+    from statsmodels.stats.proportion import proportion_confint
+
     if control["task_hashes"] != other["task_hashes"]:
         raise ValueError("the routes were scored on different prompts; delete scores/ and score again")
-    deltas = [b - a for a, b in zip(control["nll"], other["nll"])]
-    mean = math.fsum(other["nll"]) / len(deltas)
-    rows = [
+    mean, low, high = _paired([b - a for a, b in zip(control["nll"], other["nll"], strict=True)])
+    own = other is control or control["nll"] == other["nll"]
+    rows: list[dict[str, Any]] = [
         {
             "task": "validation text",
             "metric": "nll",
-            "n": len(deltas),
-            "value": mean,
-            "difference": math.fsum(deltas) / len(deltas),
+            "n": len(other["nll"]),
+            "value": math.fsum(other["nll"]) / len(other["nll"]),
+            **({} if own else {"difference": mean, "difference_low": low, "difference_high": high}),
         }
     ]
     for row in other["tasks"]:
@@ -190,22 +217,44 @@ def flips(control: dict[str, Any], other: dict[str, Any]) -> list[dict[str, Any]
             for a, b in zip(control["items"], other["items"], strict=True)
             if (b["task"], b["metric"]) == (row["task"], row["metric"])
         ]
-        lost, gained = pairs.count((1, 0)), pairs.count((0, 1))
+        lost, gained, n = pairs.count((1, 0)), pairs.count((0, 1)), len(pairs)
+        low, high = proportion_confint(sum(b for _, b in pairs), n, method="wilson")
+        compared = {"difference": (gained - lost) / n, "lost": lost, "gained": gained}
         rows.append(
             {
                 "task": row["task"],
                 "metric": row["metric"],
-                "n": row["n"],
+                "n": n,
                 "value": row["value"],
-                "difference": (gained - lost) / len(pairs),
-                "lost": lost,
-                "gained": gained,
-                "p": mcnemar(lost, gained),
+                "low": float(low),
+                "high": float(high),
                 "chance": row["chance"],
+                "at_chance": bool(low <= row["chance"] <= high),
+                **({} if own else {**compared, "p": mcnemar(lost, gained)}),
                 "truncated": row["truncated"],
             }
         )
     return rows
+
+
+def _paired(differences: list[float]) -> tuple[float, float | None, float | None]:
+    """Mean of paired differences with its 95% t interval; no interval for fewer than two."""
+    from statsmodels.stats.weightstats import DescrStatsW
+
+    mean = math.fsum(differences) / len(differences)
+    if len(differences) < 2:
+        return mean, None, None
+    low, high = DescrStatsW(differences).tconfint_mean()
+    return mean, float(low), float(high)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Holm-adjusted p values, in the order given."""
+    adjusted, worst = [1.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = worst
+    return adjusted
 
 
 def mcnemar(lost: int, gained: int) -> float:
@@ -215,7 +264,7 @@ def mcnemar(lost: int, gained: int) -> float:
 
 
 def write_tables(out: Path, routes: list[str]) -> None:
-    """dgrad and scores as CSV and Markdown, from the records alone."""
+    """dgrad and scores as CSV and Markdown, and tidy/ for `figures`, from the records alone."""
     found = records.read_json(out / "dgrad.json")
     columns = ["layer", "component", "batch", "error_mxfp4", "error_nvfp4_cta", "ratio"]
     _table(out / "dgrad", columns, found["rows"])
@@ -224,36 +273,64 @@ def write_tables(out: Path, routes: list[str]) -> None:
     for route in routes:
         other = records.read_json(out / "scores" / f"{route}.json")
         rows += [{"route": route, **row} for row in flips(control, other)]
-    columns = [
-        "route",
-        "task",
-        "metric",
-        "n",
-        "value",
-        "difference",
-        "lost",
-        "gained",
-        "p",
-        "chance",
-        "truncated",
-    ]
-    _table(out / "scores", columns, rows)
+    family = [row for row in rows if "p" in row and row["metric"] == PRIMARY[row["task"]]]
+    for row, p in zip(family, holm([row["p"] for row in family])):
+        row["p_holm"] = p
+    _table(out / "scores", SCORE_COLUMNS, rows)
+    _write_tidy(out / "tidy", found)
 
 
-def _table(stem: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+def _write_tidy(out: Path, found: dict[str, Any]) -> None:
+    """meta.csv and dgrad.csv as `eval.collect` writes them: what figure 12 and table 12 are drawn from."""
+    settings, device = found["settings"], found["device"]
+    length, count = settings["length"], settings["gradients"]
+    batches = f"{count} sequence{'' if count == 1 else 's'} of {length} tokens"
+    meta = {
+        "study": "pretrained",
+        "setting": f"Measured on {MODEL}, {batches}, on {device['name']} ({found['backend']} backend).",
+        "device": device["name"],
+        "device_kind": device["kind"],
+        "backend": found["backend"],
+        "date": found["date_utc"],
+        "commit": found["commit"] or "unknown",
+    }
+    _csv(out / "meta.csv", ["key", "value"], [{"key": k, "value": v} for k, v in meta.items()])
+    columns = ["seed", "layer", "component", "batch", "error_mxfp4", "error_nvfp4_cta", "ratio"]
+    _csv(out / "dgrad.csv", columns, [{"seed": 0, **row} for row in found["rows"]])
+
+
+def _csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    records.write_atomic(stem.with_suffix(".csv"), text.getvalue().encode())
+    records.write_atomic(path, text.getvalue().encode())
 
-    def shown(value: Any) -> str:
-        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    lines = [columns, ["---"] * len(columns), *([shown(row.get(c)) for c in columns] for row in rows)]
-    records.write_atomic(
-        stem.with_suffix(".md"), "".join(f"| {' | '.join(line)} |\n" for line in lines).encode()
-    )
+SIGNED = ("difference", "difference_low", "difference_high")
+DECIMALS = 4
+
+
+def _table(stem: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    _csv(stem.with_suffix(".csv"), columns, rows)
+
+    def shown(name: str, value: Any) -> str:
+        if value is None or isinstance(value, bool):
+            return "yes" if value else ""
+        if not isinstance(value, float):
+            return str(value)
+        return f"{value:{'+' if name in SIGNED else ''}.{DECIMALS}f}"
+
+    text = [c for c in columns if all(isinstance(row.get(c, ""), str) for row in rows)]
+    lines = [columns, *([shown(c, row.get(c)) for c in columns] for row in rows)]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    rule = ["-" * w if c in text else "-" * (w - 1) + ":" for c, w in zip(columns, widths)]
+    aligned = [
+        [v.ljust(w) if c in text else v.rjust(w) for c, v, w in zip(columns, line, widths)]
+        for line in (lines[0], rule, *lines[1:])
+    ]
+    said = "".join(f"| {' | '.join(line)} |\n" for line in aligned)
+    records.write_atomic(stem.with_suffix(".md"), (said + NOTES.get(stem.name, "")).encode())
 
 
 def run(job: jobs.Job, recipes: list[Recipe], settings: Settings, out: Path) -> Path:

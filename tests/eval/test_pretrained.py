@@ -10,6 +10,7 @@ import torch
 
 from eval import pretrained, smollm2
 from eval.__main__ import main
+from figures.__main__ import main as draw
 from fp4core import records
 from fp4core.recipe import load_recipe
 
@@ -110,9 +111,22 @@ def test_command_scores_each_format_and_keeps_what_is_up_to_date(project, stand_
     assert likelihoods[0] != likelihoods[1]  # the format reached transformers' own model
     rows = list(csv.DictReader((out / "scores.csv").open()))
     assert [r["route"] for r in rows] == ["bf16"] * 7 + ["mxfp4_sr"] * 7  # NLL, four acc, two acc_norm
-    assert all(r["lost"] == r["gained"] == "0" for r in rows[1:7])
-    assert len((out / "dgrad.md").read_text().splitlines()) == 2 + 6
+    assert all(r["lost"] == r["p"] == r["difference"] == "" for r in rows[:7])
+    tested = [r for r in rows if r["p_holm"]]
+    assert [(r["task"], r["metric"]) for r in tested] == list(pretrained.PRIMARY.items())
+    assert all(float(r["p_holm"]) >= float(r["p"]) for r in tested)
+    assert all(float(r["low"]) <= float(r["value"]) <= float(r["high"]) for r in rows if r["task"] in tested)
+    low, mean, high = (float(rows[7][f"difference{end}"]) for end in ("_low", "", "_high"))
+    assert low < mean < high
+    scores = (out / "scores.md").read_text()
+    table = [line for line in scores.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 14 and len({len(line) for line in table}) == 1 and "p_holm" in scores
+    assert len([x for x in (out / "dgrad.md").read_text().splitlines() if x.startswith("|")]) == 2 + 6
     assert records.read_json(done)["sha256"] == records.sha256_file(out / "dgrad.json")
+    tidy = ["--tidy", str(out / "tidy")]  # the target's other two commands
+    assert draw(["tables", *tidy, "--only", "table12", "--out", str(out / "tables")]) == 0
+    assert draw(["plots", *tidy, "--only", "fig12", "--out", str(out / "figures")]) == 0
+    assert "1 sequence of 32 tokens" in (out / "tables" / "table12_dgrad_error.md").read_text()
     capsys.readouterr()
     assert main(line) == 0
     assert capsys.readouterr().out.count("is up to date") == 3
@@ -138,6 +152,14 @@ def test_bf16_operands_give_transformers_own_logits(llama):
 @pytest.mark.parametrize(("lost", "gained", "p"), [(0, 0, 1.0), (1, 0, 1.0), (5, 0, 0.0625), (1, 7, 9 / 128)])
 def test_mcnemar_is_the_fair_coin(lost, gained, p):
     assert pretrained.mcnemar(lost, gained) == pytest.approx(p)
+
+
+@pytest.mark.parametrize("p", [[], [0.2], [0.01, 0.04, 0.03], [0.5, 0.5, 0.001, 1.0]])
+def test_holm_is_statsmodels(p):
+    from statsmodels.stats.multitest import multipletests
+
+    expected = list(multipletests(p, method="holm")[1]) if p else []
+    assert pretrained.holm(p) == pytest.approx(expected)
 
 
 def test_other_prompts_are_refused():

@@ -19,10 +19,14 @@ rule pretrained:
     params:
         key=PLAN.key("data"),
         recipes=[PLAN.recipes[r].hash for r in PLAN.recipes],
-        routes="bf16 mxfp4_sr nvfp4_cta nvfp4_global",
+        routes="bf16 te_nvfp4 nvfp4_global mxfp4_sr nvfp4_cta ue5m3",
         sizes="--items 10 --sequences 4 --gradients 2 --length 256",
         study=SETTINGS.told,
         results=PLAN.told,
+        out=f"{SETTINGS.results}/pretrained",
     shell:
-        "python -m eval pretrained {params.study} --results {params.results}"
-        " --out $(dirname {output}) --routes {params.routes} {params.sizes} --done {output} 2>&1 | tee {log}"
+        "( python -m eval pretrained {params.study} --results {params.results} --out {params.out}"
+        " --routes {params.routes} {params.sizes} --done {output}"
+        " && python -m figures tables --tidy {params.out}/tidy --only table12 --out {params.out}/tables"
+        " && python -m figures plots --tidy {params.out}/tidy --only fig12 --out {params.out}/figures"
+        " ) 2>&1 | tee {log}"
