@@ -80,7 +80,14 @@ def backends() -> dict[str, Backend]:
     carriers = "exact FP8 and BF16 carriers" if capability >= 89 else "exact BF16 carriers"
     add("carrier", 80, None, "CUDA sm_80 or later", _kernel_problem("carrier"), carriers)
     never = "FP4 Tensor Cores; this project has never run them on hardware"
-    add("native", 100, (100, 103), "FP4 Tensor Cores (sm_100, sm_103)", _kernel_problem("native"), never)
+    add(
+        "native",
+        100,
+        (100, 103),
+        "tcgen05 FP4 Tensor Cores (sm_100, sm_103)",
+        _kernel_problem("native"),
+        never,
+    )
     te = te_support.problem() if capability >= 100 else te_support.version_problem()
     add("te", 100, None, "Transformer Engine >= 2.8 on sm_100 or later", te, "Transformer Engine's own NVFP4")
     return found

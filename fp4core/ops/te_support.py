@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,8 @@ KNOBS = {
     "disable_2d_quantization": False,
     "row_scaled_activation": False,
     "nvfp4_4over6": "none",
+    "nvfp4_4over6_e4m3_use_256": "all",
+    "nvfp4_4over6_err_mode": "MAE",
     "backward_override": None,
     "fp8_dpa": False,
     "fp8_mha": False,
@@ -51,10 +54,14 @@ class Calls:
 def version_problem() -> str:
     """Why the installed release (or none) will not do; "" when it will."""
     try:
-        version = importlib.metadata.version(PACKAGE)
+        version = " ".join(str(importlib.metadata.version(PACKAGE)).split())
     except importlib.metadata.PackageNotFoundError:
         return f"Transformer Engine is not installed ({INSTALL})"
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    # release of PEP 440: an epoch before it, pre-release and local parts after it decide nothing here
+    found = re.match(r"v?(?:\d+!)?(\d+)(?:\.(\d+))?", version)
+    if found is None:
+        return f"Transformer Engine's version {version!r} cannot be read; needed 2.8 or later ({INSTALL})"
+    numbers = (int(found[1]), int(found[2] or 0))
     if numbers < LOWEST:
         return f"Transformer Engine {version} is too old; NVFP4 needs 2.8 or later ({INSTALL})"
     if numbers >= BELOW:
@@ -74,9 +81,12 @@ def problem() -> str:
         available, reason = _support(importlib.import_module("transformer_engine.pytorch"))
         calls()
     except Exception as error:  # a compiled extension that does not load fails in many ways
-        first = (str(error).strip().splitlines() or ["no message"])[0]
-        return f"Transformer Engine cannot be used ({type(error).__name__}: {first})"
-    return "" if available else f"Transformer Engine says: {reason}"
+        return f"Transformer Engine cannot be used ({type(error).__name__}: {_first_line(error)})"
+    return "" if available else f"Transformer Engine says: {_first_line(reason)}"
+
+
+def _first_line(text: object) -> str:
+    return (str(text or "").strip().splitlines() or ["no reason given"])[0]
 
 
 def _support(te: Any) -> tuple[bool, str]:

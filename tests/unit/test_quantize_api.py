@@ -155,9 +155,12 @@ def test_backends_say_what_runs_and_why_not():
 
 GPUS = {  # description and compute capability -> backends whose hardware needs are met
     "A100 (sm_80)": (80, {"carrier"}),
+    "L40S (sm_89)": (89, {"carrier"}),
     "H200 (sm_90)": (90, {"carrier"}),
     "B200 (sm_100)": (100, {"carrier", "native", "te"}),
+    "B300 (sm_103)": (103, {"carrier", "native", "te"}),
     "RTX 5090 (sm_120)": (120, {"carrier", "te"}),
+    "GB10 (sm_121)": (121, {"carrier", "te"}),
     "V100 (sm_70)": (70, set()),
 }
 

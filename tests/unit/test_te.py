@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import fp4core
@@ -195,6 +197,16 @@ def test_without_it_its_routes_run_on_our_own_kernels() -> None:
         ("2.7.0", "2.7.0 is too old; NVFP4 needs 2.8 or later"),
         ("3.0.0", "3.0.0 is newer than what was checked"),
         ("2.20.2+cu13", "needs a CUDA GPU of sm_100"),
+        # as nightly builds, containers and broken installations write it
+        ("2.8rc1", "needs a CUDA GPU of sm_100"),
+        ("2.9.0.dev0+0123abc", "needs a CUDA GPU of sm_100"),
+        ("2.10", "needs a CUDA GPU of sm_100"),
+        ("1!2.8.0", "needs a CUDA GPU of sm_100"),
+        ("2", "2 is too old"),
+        ("2.7.99.post1", "2.7.99.post1 is too old"),
+        ("12.0", "12.0 is newer than what was checked"),
+        ("unknown", "version 'unknown' cannot be read"),
+        ("", "version '' cannot be read"),
     ],
 )
 def test_one_clear_reason(version: str | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +222,34 @@ def test_one_clear_reason(version: str | None, text: str, monkeypatch: pytest.Mo
     clear()
 
 
+@given(st.text(max_size=20) | st.from_regex(r"\A[vV]?[0-9]{1,3}([.!+a-z0-9-]{0,12})\Z") | st.none())
+@settings(max_examples=300, deadline=None)
+def test_no_version_is_worse_than_a_reason(version: str | None) -> None:
+    """Whatever the metadata says (it may say nothing at all), the answer is one line or "usable"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: version)
+        reason = te_support.version_problem()
+    assert len(reason.splitlines()) <= 1
+    if reason == "":
+        assert str(version).lstrip().lstrip("v")[0].isdecimal()
+
+
+@given(
+    st.integers(0, 40), st.integers(0, 400), st.sampled_from(["", ".0", ".3.post1", "rc2", ".dev7", "+cu13"])
+)
+@settings(max_examples=200, deadline=None)
+def test_versions_order_by_their_numbers(major: int, minor: int, rest: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.metadata, "version", lambda name: f"{major}.{minor}{rest}")
+        assert (te_support.version_problem() == "") == ((2, 8) <= (major, minor) < (3, 0))
+
+
+def test_every_knob_of_the_released_recipe_is_set() -> None:
+    """A field left alone takes its value from an environment variable."""
+    fields = {p["name"] for p in SIGNATURES["2.20.2"]["transformer_engine.common.recipe.NVFP4BlockScaling"]}
+    assert fields - te_support.KNOBS.keys() == {"fp4_format", "fp8_format"}  # constants
+
+
 def test_a_package_that_does_not_load_is_a_reason(
     installed: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,3 +263,6 @@ def test_a_package_that_does_not_load_is_a_reason(
         te, "is_nvfp4_available", lambda return_reason: (False, "capability 10.0"), raising=False
     )
     assert te_support.problem() == "Transformer Engine says: capability 10.0"
+    clear()
+    monkeypatch.setattr(te, "is_nvfp4_available", lambda return_reason: (False, ""))
+    assert te_support.problem() == "Transformer Engine says: no reason given"
