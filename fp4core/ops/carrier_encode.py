@@ -6,7 +6,6 @@ Every function here loops until the blocks fit when the group's mode says so (``
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -224,8 +223,7 @@ def encode_weights(g: Group, weights: Sequence[Tensor]) -> Weights:
     made.key = (key, tuple((g.plan.kinds[v], g.plan.refs[v]) for v in views))
     if _may_keep():
         g.weights = made
-        for w in weights:  # encodings of parameters that are gone would hold their memory for ever
-            weakref.finalize(w, g.drop_weights, made)
+        g.watch(weights)
     return made
 
 

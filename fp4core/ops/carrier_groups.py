@@ -18,6 +18,7 @@ checked, so that training starts with references that fit.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -103,6 +104,7 @@ class Group:
         self.deferred = bool(_DEFERRED.intersection((device, spec, p) for p in producers))
         self.calibrated = [not is_mx(self.operands[v]) for v in range(VIEWS)]
         self.weights = Weights()
+        self._watched: list[weakref.ref[Tensor]] = []
         self.misfits = 0  # producers' misfit reports so far
         self.replays = 0
 
@@ -143,10 +145,20 @@ class Group:
                 self.state[v, 0].fill_(self.plan.refs[v])
         return not bad
 
-    def drop_weights(self, encoded: Weights) -> None:
-        """Forget these encodings, unless newer ones took their place."""
-        if self.weights is encoded:
-            self.weights = Weights()
+    def drop_weights(self) -> None:
+        """Forget the encoded weights."""
+        self.weights = Weights()
+
+    def watch(self, weights: Iterable[Tensor]) -> None:
+        """Forget the encodings when one of these parameters is gone: they would hold memory for ever.
+
+        One finaliser per parameter, however often it is encoded, and none that holds encodings itself.
+        """
+        self._watched = [seen for seen in self._watched if seen() is not None]
+        for w in weights:
+            if not any(seen() is w for seen in self._watched):
+                self._watched.append(weakref.ref(w))
+                weakref.finalize(w, self.drop_weights)
 
     def must_check(self, views: Iterable[int]) -> bool:
         """Whether a producer of these views has to be settled at once."""
