@@ -97,6 +97,9 @@ def meta(logs: Logs) -> list[dict[str, Any]]:
         "validation_stream_sha256": logs.data["validation"]["stream_sha256"],
         "validation_unigram_entropy": logs.data["validation"].get("unigram_entropy"),
     }
+    for record in list(logs.downstream.values())[:1]:
+        facts["evaluation_data_sha256"] = record["inputs"].get("evaluation_sha256")
+        facts["evaluation_data_source"] = _joined(record.get("sources", {}).values())
     passed, text = gate(logs)
     facts["validation_gate"] = {True: "passed", False: "failed", None: "not applicable"}[passed]
     facts["validation_gate_detail"] = text

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from eval import notes
 from eval.logs import Logs, Run
 from fp4core import formats
-from fp4core.recipe import Study
+from fp4core.recipe import BlockGroup, Study
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,9 +67,31 @@ def operands(logs: Logs) -> list[Row]:
                             "format": operand.format,
                             "rounding": operand.rounding,
                             "hadamard": operand.hadamard,
+                            "exception": _exception(group, contraction, name),
                         }
                     )
     return rows
+
+
+def _exception(group: BlockGroup, contraction: str, name: str) -> str | None:
+    """'down: scale target 2048' where an operand of one linear differs from the group's, else None."""
+    usual = getattr(getattr(group, contraction), name)
+    found = []
+    for linear, recipe in group.linears.items():
+        own = getattr(getattr(recipe, contraction), name)
+        changed = {
+            field: getattr(own, field)
+            for field in ("format", "rounding", "hadamard", "scale_target")
+            if getattr(own, field) != getattr(usual, field)
+        }
+        if changed:
+            told = (f"{field.replace('_', ' ')} {_plain(value)}" for field, value in changed.items())
+            found.append(f"{linear}: {', '.join(told)}")
+    return "; ".join(found) or None
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def format_rows(_: Logs) -> list[Row]:

@@ -7,7 +7,6 @@ import pandas as pd
 
 from figures import analysis, stats
 from figures.data import REFERENCE, Tidy
-from figures.numbers import p_value
 from figures.summary import verdicts as validation_verdicts
 from figures.tables.model import Column, Table
 
@@ -38,7 +37,7 @@ def headline(tidy: Tidy) -> Table:
             mine = verdicts.loc[route]
             row["difference"] = float(mine["difference"])
             row["interval"] = (mine["verdict_low"], mine["verdict_high"])
-            row["p"] = p_value(float(mine["verdict_p"]))
+            row["p"] = float(mine["verdict_p"])
         row["verdict"] = _verdict(tidy, route, verdicts.loc[route] if known else None)
         rows.append(row)
     step = analysis.last_shared_step(tidy) if tidy.has("validation") else None
@@ -57,7 +56,7 @@ def headline(tidy: Tidy) -> Table:
             Column("published_excess", "published", "Endpoint excess %", 2, signed=True),
             Column("difference", "nats/token", "Validation NLL − BF16", 4, signed=True),
             Column("interval", "95%", "Validation NLL − BF16", 4, signed=True, interval=True),
-            Column("p", "p", "Validation NLL − BF16"),
+            Column("p", "p", "Validation NLL − BF16", 3, p=True),
         ],
         rows=rows,
         notes=["Blank: the reference itself, not measured, or not published."],

@@ -8,7 +8,7 @@ from matplotlib.patches import Rectangle
 
 from figures import style
 from figures.data import Tidy
-from figures.tables.contracts import OPERANDS
+from figures.tables.contracts import OPERANDS, STAR, exceptions
 
 TINTS = {
     "bf16": "#f2f2f2",
@@ -42,7 +42,7 @@ def caption_operand_map(tidy: Tidy) -> str:
         "fixed-sign Hadamard transform on both operands of Wgrad. Rounding is to nearest where no SR is "
         "written. Operand hybrids mix formats across the contractions of one layer, depth hybrids across "
         "blocks. From the recipes."
-    )
+    ) + "".join(f" {line}" for line in exceptions(tidy))
 
 
 def _base(name: str) -> str:
@@ -103,6 +103,7 @@ def draw_operand_map(tidy: Tidy) -> Figure:
             tint = TINTS.get(base, "#e0e0e0")
             axes.add_patch(Rectangle((x_of(place), y + 0.015), width - 0.03, row - 0.03, fc=tint, ec="none"))
             text = NAMES.get(base, base) + (" 2D" if cell.format.endswith("_w2d") else "")
+            text += STAR if isinstance(cell.exception, str) else ""
             axes.text(x_of(place) + 0.045, y + row / 2, text, va="center", fontsize=6)
             extra = ("SR " if cell.rounding == "stochastic" else "") + TRANSFORM.get(cell.hadamard, "")
             if extra.strip():

@@ -13,6 +13,7 @@ PRIOR_WORK = Path(__file__).resolve().parents[1] / "prior_work.csv"
 OPERANDS = (("fprop", "x"), ("fprop", "w"), ("dgrad", "dy"), ("dgrad", "w"), ("wgrad", "dy"), ("wgrad", "x"))
 SYMBOLS = {"x": "X", "w": "W", "dy": "dY"}
 HADAMARD = {"plain16": "plain H16", "fixed16": "fixed H16", "fixed32": "fixed H32"}
+STAR = "*"  # an operand that differs in one of the linears
 SCALE_BITS = {"e8m0": 8, "e4m3": 8, "ue5m3": 8}
 
 
@@ -112,16 +113,24 @@ def _grouped(value: str | None) -> str | None:
     return f"{int(value):,}" if value and value.isdigit() and len(value) > 4 else value
 
 
-def _groups(tidy: Tidy) -> list[tuple[str, int, int, int, dict[tuple[str, str], tuple[str, str, str]]]]:
-    """(route, first block, last block, depth, {(contraction, operand): (format, rounding, hadamard)}) in
-    order."""
+Cell = tuple[str, str, str, str | None]  # format, rounding, Hadamard, exception
+
+
+def _groups(tidy: Tidy) -> list[tuple[str, int, int, int, dict[tuple[str, str], Cell]]]:
+    """(route, first block, last block, depth, {(contraction, operand): Cell}) in order."""
     frame = tidy.table("operands")
     result = []
     for route in tidy.ordered(frame["route"]):
         mine = frame[frame["route"] == route]
         for (first, last), group in mine.groupby(["first_block", "last_block"]):
             cells = {
-                (r.contraction, r.operand): (r.format, r.rounding, r.hadamard) for r in group.itertuples()
+                (r.contraction, r.operand): (
+                    r.format,
+                    r.rounding,
+                    r.hadamard,
+                    r.exception if isinstance(r.exception, str) else None,
+                )
+                for r in group.itertuples()
             }
             result.append((route, int(first), int(last), int(group["depth"].iloc[0]), cells))
     return result
@@ -129,6 +138,17 @@ def _groups(tidy: Tidy) -> list[tuple[str, int, int, int, dict[tuple[str, str], 
 
 def _span(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
+
+
+def exceptions(tidy: Tidy) -> list[str]:
+    """'* UE5M3, blocks 28-32, Wgrad dY: down: scale target 2048.' for every starred operand."""
+    frame = tidy.table("operands")
+    return [
+        f"{STAR} {tidy.label(row.route)}, {'block' if row.first_block == row.last_block else 'blocks'} "
+        f"{_span(row.first_block, row.last_block)}, {row.contraction.capitalize()}'s {SYMBOLS[row.operand]}: "
+        f"{row.exception}."
+        for row in frame[frame["exception"].notna()].itertuples()
+    ]
 
 
 def recipe_ledger(tidy: Tidy) -> Table:
@@ -144,7 +164,8 @@ def recipe_ledger(tidy: Tidy) -> Table:
             "recipe_hash": info[route].recipe_hash if route in info else None,
         }
         for contraction, operand in OPERANDS:
-            row[f"{contraction}_{operand}"] = cells.get((contraction, operand), (None,))[0]
+            name, *_, exception = cells.get((contraction, operand), (None, None))
+            row[f"{contraction}_{operand}"] = f"{name}{STAR}" if exception else name
         rows.append(row)
     return Table(
         name="table04_recipe_ledger",
@@ -166,9 +187,14 @@ def recipe_ledger(tidy: Tidy) -> Table:
             Column("recipe_hash", "Recipe hash"),
         ],
         rows=rows,
-        notes=["Blank ledger key: the report gives no result for this route."]
-        if any(row["published_key"] is None for row in rows)
-        else [],
+        notes=[
+            *exceptions(tidy),
+            *(
+                ["Blank ledger key: the report gives no result for this route."]
+                if any(row["published_key"] is None for row in rows)
+                else []
+            ),
+        ],
     )
 
 

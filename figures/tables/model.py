@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import ROUND_HALF_UP, Decimal
 from functools import cached_property
 from itertools import groupby
 
@@ -23,7 +24,7 @@ class Column:
     mark the
     smallest or largest value ('min', 'max'). interval: values are (low, high); the CSV file gets key_low
     and key_high.
-    width: share of the line for long text. csv_only: only in the CSV file.
+    width: share of the line for long text. csv_only: only in the CSV file. p: a p value, '<0.001' below that.
     """
 
     key: str
@@ -35,6 +36,7 @@ class Column:
     interval: bool = False
     width: float | None = None
     csv_only: bool = False
+    p: bool = False
 
     @property
     def numeric(self) -> bool:
@@ -70,15 +72,15 @@ class Table:
 
     @cached_property
     def best(self) -> set[tuple[int, str]]:
-        """Cells that hold the best value of their column, within their section. Summary rows and cells with a
-        mark (a score at chance) do not compete."""
+        """Cells that hold the best value of their column, within their section, as displayed: what reads the
+        same is equally good. Summary rows and cells with a mark (a score at chance) do not compete."""
         found: set[tuple[int, str]] = set()
         for column in self.shown:
             if column.best is None:
                 continue
             groups: dict[object, list[tuple[float, int]]] = {}
             for index, row in enumerate(self.rows):
-                number = decimal(row.get(column.key))  # type: ignore[arg-type]
+                number = decimal(rounded(column, row.get(column.key)))
                 competes = index not in self.summary and (index, column.key) not in self.marks
                 if number is not None and competes:
                     groups.setdefault(row.get(self.section or ""), []).append((float(number), index))
@@ -96,6 +98,14 @@ class Table:
             for column in self.shown
             if column.numeric and index not in self.summary
         )
+
+
+def rounded(column: Column, value: object) -> Value:
+    """``value`` with the digits that a numeric column displays."""
+    number = decimal(value)  # type: ignore[arg-type]
+    if number is None or column.decimals is None:
+        return number
+    return number.quantize(Decimal(1).scaleb(-column.decimals), rounding=ROUND_HALF_UP)
 
 
 def is_blank(value: Value | tuple | object) -> bool:
@@ -118,6 +128,8 @@ def cell(column: Column, value: object, *, pad: bool = True) -> str:
         low, high = value  # type: ignore[misc]
         parts = [fixed(v, column.decimals or 0, signed=column.signed) for v in (low, high)]
         return f"[{parts[0]}, {parts[1]}]"
+    if column.p and float(value) < 0.001:  # type: ignore[arg-type]
+        return "<0.001"
     if column.numeric:
         return fixed(value, column.decimals or 0, signed=column.signed, pad=pad)  # type: ignore[arg-type]
     return str(value)

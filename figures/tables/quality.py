@@ -6,7 +6,7 @@ import numpy as np
 
 from figures import analysis, captions, published, stats
 from figures.data import REFERENCE, Tidy
-from figures.numbers import as_read, count, decimals_for, p_value, percent
+from figures.numbers import as_read, count, decimals_for, percent
 from figures.tables.model import Column, Table
 from figures.tables.speed import minus
 
@@ -33,7 +33,6 @@ def endpoint_loss(tidy: Tidy) -> Table:
                 "excess_interval": (row["excess_low"], row["excess_high"]),
                 "p": row["p"],
                 "p_holm": row["p_holm"],
-                "p_text": p_value(row["p_holm"]),
                 "published_loss": given,
                 "published_excess": None if control else given_excess,
                 "difference_loss": minus(row["loss"], given),
@@ -63,8 +62,7 @@ def endpoint_loss(tidy: Tidy) -> Table:
                 [
                     Column("excess_interval", "95%", "Measured", 2, signed=True, interval=True),
                     Column("p", "p", csv_only=True),
-                    Column("p_holm", "p (Holm)", csv_only=True),
-                    Column("p_text", "p", "Measured"),
+                    Column("p_holm", "p", "Measured", 3, p=True),
                 ]
                 if several
                 else []
@@ -86,6 +84,13 @@ def endpoint_loss(tidy: Tidy) -> Table:
     )
 
 
+def _truncated(most: float) -> str:
+    """'no prompt truncated, ', '3 prompts truncated, ', '' where nobody counted."""
+    if np.isnan(most):
+        return ""
+    return f"{count(int(most), 'prompt') if most else 'no prompt'} truncated, "
+
+
 def downstream(tidy: Tidy) -> Table:
     """table08: four tasks; score, interval, paired difference and McNemar's test against bf16; published
     beside it."""
@@ -100,7 +105,7 @@ def downstream(tidy: Tidy) -> Table:
         items = published.number(name, "", f"{task}/items")
         title = analysis.TASKS.get(task, (task, ""))[0]
         shots, cut = count(row.shots, "shot"), None if np.isnan(row.truncated) else int(row.truncated)
-        at_most = "" if cut is None else f"at most {count(cut, 'truncated prompt')}, "
+        most = frame.loc[frame["task"] == task, "truncated"].max()  # of all routes: it heads their rows
         index = len(rows)
         published_chance = bool(given and items and stats.at_chance(float(given), int(items), row.chance))
         if row.at_chance:
@@ -110,7 +115,7 @@ def downstream(tidy: Tidy) -> Table:
         other = secondary.get((task, row.route))
         rows.append(
             {
-                "task": f"{title}, {row.metric}, {shots}, {count(row.n, 'item')}, {at_most}"
+                "task": f"{title}, {row.metric}, {shots}, {count(row.n, 'item')}, {_truncated(most)}"
                 f"chance {100 * row.chance:g}%",
                 "task_name": task,
                 "metric": row.metric,
@@ -128,7 +133,6 @@ def downstream(tidy: Tidy) -> Table:
                 "disagree": None if np.isnan(row.disagree) else int(row.disagree),
                 "p": row.p,
                 "p_holm": row.p_holm,
-                "p_text": p_value(row.p_holm),
                 "at_chance": row.at_chance,
                 "published": percent(given),
                 "published_difference": None
@@ -167,8 +171,7 @@ def downstream(tidy: Tidy) -> Table:
             Column("difference_interval", "95% paired", "Measured", 1, signed=True, interval=True),
             Column("disagree", "Items that differ", csv_only=True),
             Column("p", "p", csv_only=True),
-            Column("p_holm", "p (Holm)", csv_only=True),
-            Column("p_text", "p", "Measured"),
+            Column("p_holm", "p", "Measured", 3, p=True),
             Column("at_chance", "At chance", csv_only=True),
             Column("published", "Score", "Published", 2, best="max"),
             Column("published_difference", "vs BF16", "Published", 2, signed=True),

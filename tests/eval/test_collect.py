@@ -217,6 +217,16 @@ def test_groups_of_a_recipe_are_in_the_studys_depth(complete):
     assert {(row["first_block"], row["last_block"], row["depth"]) for row in rows} == {(1, 1, 2), (2, 2, 2)}
 
 
+def test_a_linear_that_differs_is_told_in_its_operand(complete):
+    """ue5m3 sets another scale target for one operand of the last down projections."""
+    route = recipes.load_recipe("ue5m3")
+    rows = tidy.operands(Logs(complete.results, complete.study, {"x": route}, route))
+    told = {
+        (r["first_block"], r["contraction"], r["operand"]): r["exception"] for r in rows if r["exception"]
+    }
+    assert told == {(2, "wgrad", "dy"): "down: scale target 2048"}
+
+
 def test_logs_copied_elsewhere_give_the_same_bytes(complete, tables, tmp_path):
     other = complete.copy(tmp_path / "far" / "away")
     shutil.rmtree(other.results / "runs/bf16/s3/checkpoints")  # too large to copy, and not needed

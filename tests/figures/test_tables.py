@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 
+import pandas as pd
 import pytest
 
 from figures.data import Tidy
 from figures.tables import TABLES
 from figures.tables.latex import latex_escape, to_latex
+from figures.tables.model import Column, Table, cell
 from figures.tables.render import FORMATS, render, to_csv, to_html, to_markdown
 from tests.figures import synthetic
 
@@ -124,6 +126,43 @@ def test_best_is_marked_once_per_section_in_every_format(tidy_one):
     assert to_markdown(table).count("**") == 2 * len(table.best)
     assert to_latex(table).count(r"\textbf") == len(table.best)
     assert to_html(table).count("<strong>") == len(table.best)
+
+
+def test_best_is_what_reads_best():
+    """Two values that display alike are marked alike; a digit nobody sees decides nothing."""
+    rows = [{"a": 0.4812}, {"a": 0.4771}, {"a": 0.4849}, {"a": 0.5}]
+    table = Table("t", "t", "c", [Column("a", "A", decimals=2, best="min")], rows)
+    assert table.best == {(0, "a"), (1, "a"), (2, "a")}
+
+
+def test_p_values_align_and_small_ones_are_bounded():
+    column = Column("p", "p", decimals=3, p=True)
+    assert [cell(column, p) for p in (0.00004, 0.0123, 1.0, float("nan"))] == ["<0.001", "0.012", "1.000", ""]
+
+
+def test_columns_without_any_fused_time_are_not_shown(tidy_three, tmp_path):
+    path = synthetic.write(tmp_path, steps=60)
+    boundary = pd.read_csv(path / "boundary.csv")
+    boundary[boundary["schedule"] == "serial"].to_csv(path / "boundary.csv", index=False)
+    both, serial = (ENTRIES["table11_boundary_budget"].build(t) for t in (tidy_three, Tidy(path)))
+    assert "Saved %" in to_markdown(both) and "Fused" in to_markdown(both)
+    assert "Saved %" not in to_markdown(serial) and "Fused:" not in to_markdown(serial)
+    assert any("No fused schedule was measured" in note for note in serial.notes)
+
+
+def test_an_operand_that_differs_in_one_linear_is_starred_and_explained(tmp_path):
+    path = synthetic.write(tmp_path, steps=60)
+    frame = pd.read_csv(path / "operands.csv")
+    mine = (frame["route"] == "mxfp4_sr") & (frame["contraction"] == "wgrad") & (frame["operand"] == "dy")
+    frame["exception"] = pd.Series("down: scale target 2048", index=frame.index).where(mine)
+    frame.to_csv(path / "operands.csv", index=False)
+    text = to_markdown(ENTRIES["table04_recipe_ledger"].build(Tidy(path)))
+    assert text.count("mxfp4*") == 1 and "Wgrad's dY: down: scale target 2048." in text
+
+
+def test_truncated_prompts_are_told_in_words(tidy_one):
+    text = to_markdown(ENTRIES["table08_downstream"].build(tidy_one))
+    assert re.search(r"(no prompt|\d+ prompts?) truncated, chance", text)
 
 
 def test_scores_at_chance_are_marked(tidy_one):
