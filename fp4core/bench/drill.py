@@ -41,6 +41,8 @@ from fp4core.records import (
 )
 
 _STEPS, _EVERY = 240, 20
+# many small compilations at once: not a pool of workers per core for each of them
+_ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "4"}
 
 
 def settings(device: str, *, steps: int = _STEPS, deterministic: bool = True, **train: Any) -> dict[str, Any]:
@@ -123,7 +125,13 @@ class Bench:
         where = ["--study", "drill", "--recipes", str(self.recipes), "--results", str(self.results(name))]
         command = [sys.executable, "-m", "fp4core", "train", *where, "--route", route, "--seed", "0"]
         with open(self.log(name, route), "ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=log,
+                env={**_ENVIRONMENT, **os.environ},
+                start_new_session=True,
+            )
 
     def log(self, name: str, route: str) -> Path:
         return self.root / f"{name}-{route}.txt"
@@ -256,21 +264,31 @@ def repeat(route: str, device: str, deterministic: bool) -> dict[str, Any]:
     }
 
 
-def _repeats(routes: list[str], device: str, deadline: float) -> list[dict[str, Any]]:
-    """`repeat` of every route in fresh processes, side by side."""
-    cases = [(route, exact) for route in routes for exact in (False, True)]
+def _start_repeats(routes: list[str], device: str) -> list[tuple[str, bool, subprocess.Popen[bytes]]]:
+    """`repeat` of every route, with and without deterministic attention, each in a process of its own."""
     command = [sys.executable, "-m", "fp4core.bench.drill", "repeat"]
-    running = [
-        subprocess.Popen(
-            [*command, route, device, str(exact)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+    return [
+        (
+            route,
+            exact,
+            subprocess.Popen(
+                [*command, route, device, str(exact)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env={**_ENVIRONMENT, **os.environ},
+                start_new_session=True,
+            ),
         )
-        for route, exact in cases
+        for route in routes
+        for exact in (False, True)
     ]
+
+
+def _finish_repeats(
+    running: list[tuple[str, bool, subprocess.Popen[bytes]]], deadline: float
+) -> list[dict[str, Any]]:
     rows = []
-    for (route, exact), process in zip(cases, running, strict=True):
+    for route, exact, process in running:
         try:
             text = process.communicate(timeout=max(1.0, deadline - time.time()))[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
@@ -280,10 +298,10 @@ def _repeats(routes: list[str], device: str, deadline: float) -> list[dict[str, 
         answer = [line for line in lines if line.startswith("RESULT ")]
         if answer:
             rows.append(json.loads(answer[-1].removeprefix("RESULT ")))
+            print(f"[repeat] {rows[-1]}", flush=True)
         else:
             rows.append({"route": route, "deterministic": exact, "error": lines[-25:]})
-            print(f"[repeat] {route} deterministic {exact}:\n" + "\n".join(lines[-25:]), flush=True)
-        print(f"[repeat] {rows[-1] if answer else 'failed'}", flush=True)
+            print(f"[repeat] {route} deterministic {exact} failed:\n" + "\n".join(lines[-25:]), flush=True)
     return rows
 
 
@@ -313,14 +331,15 @@ def main(argv: list[str]) -> int:
         "date_utc": utc_now(),
         "command": "python -m fp4core.bench " + " ".join(argv),
     }
-    if not options.no_repeat:
-        record["repeats"] = _repeats(routes, options.device, time.time() + options.max_seconds / 2)
-        write_json(options.out, record)
+    # they share the device with the drill: bits are compared, not times
+    repeats = [] if options.no_repeat else _start_repeats(routes, options.device)
     with tempfile.TemporaryDirectory() as folder:
         study = settings(options.device, steps=options.steps, deterministic=not options.fast)
         bench = Bench(Path(folder), study)
         record["settings"] = study
-        record["rows"] = drill(bench, routes, options.kills, end - 5)
+        record["rows"] = drill(bench, routes, options.kills, end - 10)
+    write_json(options.out, record)
+    record["repeats"] = _finish_repeats(repeats, end - 2)
     write_json(options.out, record)
     print("written", options.out, flush=True)
     return 0 if all(r.get("checkpoint_equal") and r.get("metrics_equal") for r in record["rows"]) else 1

@@ -32,7 +32,7 @@ from fp4core.bench.scale_job import Job
 from fp4core.records import code_identity, package_versions, read_json, utc_now, write_json
 
 ROUTES = ("bf16", "mxfp4_sr", "mxfp4_sr_h32", "nvfp4_cta")
-SCALING = ("mxfp4_sr:gpus=1:blocks=24", "mxfp4_sr:gpus=2:blocks=24")
+SCALING = ("mxfp4_sr:gpus=1:blocks=20:steps=8", "mxfp4_sr:gpus=2:blocks=20:steps=8")
 _GRACE = 15.0  # seconds that a rank gets to end after its peer has
 _START = 45.0  # seconds before the first step that counts, below which no job is begun
 
@@ -68,7 +68,7 @@ def start(job: Job, out: Path, deadline: float) -> list[subprocess.Popen[bytes]]
         port = str(probe.getsockname()[1])
     place = {"WORLD_SIZE": str(job.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     # memory only: blocks of unequal size would otherwise fragment a nearly full device
-    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    memory = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True")
     command = [sys.executable, "-m", "fp4core.bench.scale_job", json.dumps(dataclasses.asdict(job)), str(out)]
     return [
         subprocess.Popen(

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fp4core.model.build import init_std
@@ -40,7 +41,10 @@ _SYMBOLS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One run. `tokens per step = gpus x local_batch x accumulation x sequence`."""
+    """One run. `tokens per step = gpus x local_batch x accumulation x sequence`.
+
+    `sharded` goes through FSDP with one GPU too: the whole path, where there is no second one.
+    """
 
     route: str
     gpus: int = 2
@@ -51,6 +55,7 @@ class Job:
     gather: str = "bf16"
     keep_gathered: bool = True
     deterministic: bool = False
+    sharded: bool = False
     compile: bool = True
     sequence: int = 8192
     steps: int = 12
@@ -167,6 +172,8 @@ def _measure(
             print(f"[{job.title}] {time.monotonic() - began:6.1f} s  {text}", flush=True)
 
     study, recipe = job.study(), load_recipe(job.route)
+    if job.sharded and world.size == 1:
+        dist.init_process_group("nccl" if job.device == "cuda" else "gloo", rank=0, world_size=1)
     record["device"] = device_record(world.device)
     record["recipe_hash"] = recipe.hash
     say(f"{record['device']['name']}, world of {world.size}")

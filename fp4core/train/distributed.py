@@ -139,7 +139,7 @@ def shard(
         keep_gathered: keep a unit's weights from forward to backward.
         replicas: HSDP; each replica is sharded over size / replicas ranks. ValueError when that is uneven.
     """
-    if world.size == 1:
+    if world.size == 1 and not dist.is_initialized():
         return model
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

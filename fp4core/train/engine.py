@@ -100,7 +100,7 @@ class Engine:
         if head_chunk is not None:
             model.lm_head.chunk = head_chunk
         if train.compile:
-            compile_model(model)
+            compile_model(model, exact=train.deterministic)
         sharded = shard(
             model, world, gather=train.gather, keep_gathered=train.keep_gathered, replicas=train.replicas
         )
@@ -205,14 +205,24 @@ def order_seed(data_seed: int, run_seed: int) -> int:
     return ((data_seed & 0xFFFFFFFF) << 32) | (run_seed & 0xFFFFFFFF)
 
 
-def compile_model(model: nn.Module) -> None:
+def compile_model(model: nn.Module, *, exact: bool = False) -> None:
     """Compile the blocks, the final norm and the loss's element-wise work, each alone.
 
-    Functions and not modules: parameter names and FSDP's hooks stay outside the graphs.
+    `exact` lets no timing choose a kernel: another choice in another process sums in another order.
+
+    Functions and not modules: parameter names and FSDP's hooks stay outside the graphs. Blocks of one recipe
+    share a graph; those of another must not get it, so the guards on their attributes stay under FSDP too.
     """
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    if exact and hasattr(inductor, "deterministic"):
+        inductor.deterministic = True
+    dynamo.skip_fsdp_guards = False
+    dynamo.recompile_limit = max(8, 2 * len(model.blocks))
     for block in model.blocks:
-        block.forward = torch.compile(block.forward)
-    model.model.norm.forward = torch.compile(model.model.norm.forward)
+        block.forward = torch.compile(block.forward, dynamic=False)
+    model.model.norm.forward = torch.compile(model.model.norm.forward, dynamic=False)
     model.lm_head.compile_losses()
 
 
