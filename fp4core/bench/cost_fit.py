@@ -1,16 +1,14 @@
-"""The cost model against what was published and measured: calibration, errors, and what each gap is made
-of."""
+"""The cost model against what was published: calibration, errors, and what each gap is made of."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from fp4core.bench.cost_chips import CHIPS
-from fp4core.bench.cost_time import Calibration, Estimate, Layout, blocks_ms, estimate, exchange_bytes
+from fp4core.bench.cost_time import Calibration, Estimate, Layout, estimate, exchange_bytes
 from fp4core.recipe import ModelConfig, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,10 +110,29 @@ def against_published(
     return rows
 
 
-def errors(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Mean and largest absolute error, per cent, over the rates that were not fitted."""
-    found = [abs(r["error_percent"]) for r in rows if not r["fitted"]]
-    return {"predicted": len(found), "mean_percent": sum(found) / len(found), "largest_percent": max(found)}
+def errors(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean and largest absolute error, per cent, over the rates that were not fitted, all and by chip; and of
+    memory, for which nothing is."""
+
+    def of(found: list[float]) -> dict[str, float]:
+        sizes = [abs(error) for error in found]
+        return {
+            "predicted": len(sizes),
+            "mean_percent": sum(sizes) / len(sizes),
+            "largest_percent": max(sizes),
+        }
+
+    rates = [r for r in rows if not r["fitted"]]
+    memory = [
+        100 * (r["model_memory_gib"] / r["published_memory_gib"] - 1)
+        for r in rows
+        if r["published_memory_gib"]
+    ]
+    by_chip = {
+        chip: of([r["error_percent"] for r in rates if r["chip"] == chip])
+        for chip in dict.fromkeys(r["chip"] for r in rates)
+    }
+    return {**of([r["error_percent"] for r in rates]), "by_chip": by_chip, "memory": of(memory)}
 
 
 def _us(value: Estimate) -> float:
@@ -181,51 +198,4 @@ def why_bf16_waits(rates: list[Published], model: ModelConfig) -> dict[str, floa
         "shortest_fsdp32_micro_step_s": min(micro[n] for n, p in by_route.items() if p.layout.reshard),
         "gap_us": us["bf16"] - us["te_nvfp4"],
         "bf16_blocks_us": (us["te_nvfp4_bf16x4"] - us["te_nvfp4"]) * model.blocks / 4,
-    }
-
-
-def against_measured(
-    recipes: dict[str, Recipe], model: ModelConfig, cal: Calibration, folder: Path
-) -> list[dict[str, Any]]:
-    """One row per measured time in ``folder`` (``bench linear``, ``block`` and ``step``); none where there
-    are none.
-
-    Raises ValueError for a file that is no record of those benchmarks.
-    """
-    rows: list[dict[str, Any]] = []
-    for name in ("linear", "block", "step"):
-        path = folder / f"{name}.json"
-        if path.is_file():
-            try:
-                record = json.loads(path.read_text())
-                gpu = record["environment"]["gpu"]
-                rows += [_measured(name, gpu, row, recipes, model, cal) for row in record["rows"]]
-            except (KeyError, TypeError, json.JSONDecodeError) as error:
-                raise ValueError(f"{path}: not a record of `bench {name}` ({error!r})") from None
-    return [row for row in rows if row]
-
-
-def _measured(
-    name: str, gpu: str, row: dict[str, Any], recipes: dict[str, Recipe], model: ModelConfig, cal: Calibration
-) -> dict[str, Any]:
-    chip = next((c for n, c in CHIPS.items() if n in gpu), None)
-    route = row.get("route")
-    whole = name != "linear" or row.get("linears") == "block"
-    if chip is None or route not in recipes or not whole or row.get("schedule") == "layers":
-        return {}
-    options: dict[str, Any] = {"tokens": row["tokens"], "sequence": min(SEQUENCE, row["tokens"])}
-    if name == "linear":
-        options["linears_only"] = True
-    else:
-        options |= {"blocks": row["blocks"], "head": bool(row.get("head"))}
-    predicted = blocks_ms(recipes[route], model, chip, cal, **options)
-    return {
-        "benchmark": name,
-        "chip": chip.name,
-        "route": route,
-        "tokens": row["tokens"],
-        "blocks": options.get("blocks", 1),
-        "measured_ms": row["ms"],
-        "model_ms": predicted,
-        "error_percent": 100 * (predicted / row["ms"] - 1),
     }

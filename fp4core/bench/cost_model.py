@@ -18,11 +18,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fp4core.bench.cost_chips import CHIPS
+from fp4core.bench.cost_chips import CHIPS, NVLINK_GBPS
 from fp4core.bench.cost_fit import (
     FITTED,
     SEQUENCE,
-    against_measured,
     against_published,
     calibrate,
     errors,
@@ -30,11 +29,11 @@ from fp4core.bench.cost_fit import (
     published,
     why_bf16_waits,
 )
+from fp4core.bench.cost_measured import against_measured, summary
 from fp4core.bench.cost_time import Calibration, Layout, estimate
 from fp4core.recipe import Recipe, Study, list_routes, load_recipe, load_study
 
 LABEL = "predictions of a cost model, not measurements"
-_NVLINK_GBPS = 300.0  # parameter exchange inside one node of eight GPUs, per GPU; assumed
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -50,7 +49,7 @@ def predictions(
     for name in chip_names:
         chip = CHIPS[name]
         gpus = 32 if chip.fp4_tflops else 8
-        here = cal if chip.fp4_tflops else dataclasses.replace(cal, exchange_gbps=_NVLINK_GBPS)
+        here = cal if chip.fp4_tflops else dataclasses.replace(cal, exchange_gbps=NVLINK_GBPS)
         for route, recipe in recipes.items():
             if chip.fp4_tflops and route == "ue5m3":
                 continue
@@ -81,6 +80,7 @@ def record(measured: Path, chip_names: list[str]) -> dict[str, Any]:
     rates = published()
     cal = calibrate(recipes, study.model, rates)
     compared = against_published(recipes, study.model, rates, cal)
+    own = against_measured(recipes, study.model, cal, measured)
     return {
         "schema": {"name": "fp4core.cost_model", "version": 1},
         "kind": LABEL,
@@ -95,7 +95,8 @@ def record(measured: Path, chip_names: list[str]) -> dict[str, Any]:
         "gaps": gaps(recipes, study.model, rates, cal),
         "why_bf16_waits": why_bf16_waits(rates, study.model),
         "predictions": predictions(recipes, study, cal, chip_names),
-        "measured": against_measured(recipes, study.model, cal, measured),
+        "measured": own,
+        "measured_summary": summary(own),
     }
 
 
@@ -148,8 +149,13 @@ def report(found: dict[str, Any]) -> str:
                 "model_memory_gib": "model GiB",
             },
         ),
-        f"{e['predicted']} rates predicted: mean error {e['mean_percent']:.1f}%, "
-        f"largest {e['largest_percent']:.1f}%.",
+        "; ".join(
+            f"{part['predicted']} rates predicted{where}: mean error {part['mean_percent']:.1f}%, "
+            f"largest {part['largest_percent']:.1f}%"
+            for where, part in [("", e), *((f" on {chip}", one) for chip, one in e["by_chip"].items())]
+        )
+        + f". Memory, nothing fitted: {e['memory']['mean_percent']:.0f}%, largest "
+        f"{e['memory']['largest_percent']:.0f}%.",
         "",
         "What separates each route from BF16, microseconds per token by the model (GB200):",
         _table(
@@ -182,15 +188,24 @@ def report(found: dict[str, Any]) -> str:
         ),
     ]
     if found["measured"]:
-        columns = {
-            "benchmark": "bench",
-            "chip": "chip",
-            "route": "route",
-            "tokens": "tokens",
-            "blocks": "blocks",
-        }
+        columns = {"benchmark": "bench", "chip": "chip", "route": "route", "what": "what", "tokens": "tokens"}
         columns |= {"measured_ms": "measured ms", "model_ms": "model ms", "error_percent": "error %"}
-        parts += ["", "Against this project's own measurements:", _table(found["measured"], columns)]
+        heads = {
+            "benchmark": "bench",
+            "times": "times",
+            "mean_error_percent": "mean error %",
+            "mean_absolute_percent": "mean absolute %",
+            "largest_percent": "largest %",
+            "ratios_to_bf16": "ratios to BF16",
+            "ratio_mean_absolute_percent": "their mean absolute error %",
+        }
+        parts += [
+            "",
+            "Against this project's own measurements, nothing fitted:",
+            _table(found["measured"], columns),
+            "",
+            _table(found["measured_summary"], heads),
+        ]
     return "\n".join(parts)
 
 

@@ -110,11 +110,7 @@ def _producers(b: Boundary, chip: Chip, cal: Calibration) -> tuple[float, float,
     """(reduce, quantise, layout) seconds per token."""
     bandwidth = chip.memory_tbps * chips.MEMORY * 1e12
     if chip.fp4_tflops is None:  # carriers: measured producers
-        rates = chips.CARRIER_PRODUCERS
-        seconds = sum(
-            size / (rates[f"{kind}_stochastic" if stochastic else kind] * 1e12)
-            for kind, stochastic, size in b.views
-        )
+        seconds = sum(size / (chips.CARRIER_PRODUCERS[kind] * 1e12) for kind, size in b.views)
         return b.reduce_bytes / bandwidth, seconds, 0.0
     quantise = max(b.quantise_bytes / bandwidth, b.instructions / (chip.lane_rate * cal.issue))
     return b.reduce_bytes / bandwidth, quantise, b.layout_bytes / bandwidth

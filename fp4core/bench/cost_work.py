@@ -41,7 +41,7 @@ class Boundary:
         layout_bytes: moved only to put scales in another order.
         weights: of its linears. weight_bytes, weight_instructions: of encoding them, per micro-step.
         launches: kernels per micro-step.
-        views: (kind, stochastic, bytes) of each dual producer, for chips whose producers were measured.
+        views: (kind, bytes) of each dual producer, for chips whose producers were measured.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Boundary:
     weight_bytes: float = 0.0
     weight_instructions: float = 0.0
     launches: int = 0
-    views: tuple[tuple[str, bool, float], ...] = field(default=())
+    views: tuple[tuple[str, float], ...] = field(default=())
 
 
 @cache
@@ -129,11 +129,15 @@ def _tensor(row: Operand, col: Operand, features: float, *, gradient: bool, fuse
     }
 
 
-def _carried(row: Operand, col: Operand, features: float) -> tuple[str, bool, float]:
-    """(kind, stochastic, bytes) of a producer of FP8 or BF16 carriers."""
+def _carried(row: Operand, col: Operand, features: float) -> tuple[str, float]:
+    """(measured kind, bytes) of a producer of FP8 or BF16 carriers."""
     fp8 = all(_kind(op) == "mx" for op in (row, col))
-    stochastic = "stochastic" in (row.rounding, col.rounding)
-    return ("fp8" if fp8 else "bf16"), stochastic, features * (_BF16 + (2.0 if fp8 else 4.0))
+    parts = ["fp8" if fp8 else "bf16"]
+    if "stochastic" in (row.rounding, col.rounding):
+        parts.append("stochastic")
+    if col.hadamard != "none":
+        parts.append("rotated")
+    return "_".join(parts), features * (_BF16 + (2.0 if fp8 else 4.0))
 
 
 def boundaries(recipe: LinearRecipe, model: ModelConfig, *, fused: bool) -> list[Boundary]:
