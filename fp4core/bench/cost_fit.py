@@ -61,7 +61,9 @@ def published(path: Path = PUBLISHED) -> list[Published]:
     return found
 
 
-def calibrate(recipes: dict[str, Recipe], model: ModelConfig, rates: list[Published]) -> Calibration:
+def calibrate(
+    recipes: dict[str, Recipe], model: ModelConfig, rates: list[Published], *, overlap: bool = False
+) -> Calibration:
     """Fit the exchange bandwidth and the issue fraction to one published rate each.
 
     The exchange alone sets the rate of the BF16 route: its arithmetic needs two thirds of its time, and no
@@ -72,7 +74,9 @@ def calibrate(recipes: dict[str, Recipe], model: ModelConfig, rates: list[Publis
     control = by_route[FITTED["exchange_gbps"]]
     seconds = control.layout.local_batch * SEQUENCE / control.tokens_per_s
     cal = Calibration(
-        exchange_gbps=exchange_bytes(model, control.layout) / seconds / 1e9, fitted_on=tuple(FITTED.values())
+        exchange_gbps=exchange_bytes(model, control.layout) / seconds / 1e9,
+        fitted_on=tuple(FITTED.values()),
+        overlap=overlap,
     )
     target = by_route[FITTED["issue"]]
     low, high = 0.05, 4.0

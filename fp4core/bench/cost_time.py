@@ -67,11 +67,16 @@ class Layout:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The fitted numbers: fraction of issue slots that producers fill; GB/s per GPU of parameter exchange."""
+    """The fitted numbers: fraction of issue slots that producers fill; GB/s per GPU of parameter exchange.
+
+    ``overlap``: another formula, in which producers run beside the products and not before them:
+    T = T_serial + max(T_gemm, T_reduce + T_quant + T_layout + T_weight).
+    """
 
     issue: float = 0.6
     exchange_gbps: float = 55.0
     fitted_on: tuple[str, ...] = ()
+    overlap: bool = False
 
 
 @dataclass
@@ -117,7 +122,8 @@ def _producers(b: Boundary, chip: Chip, cal: Calibration) -> tuple[float, float,
 
 
 def boundary_seconds(b: Boundary, chip: Chip, cal: Calibration, tokens: int) -> dict[str, float]:
-    """Seconds per token of one boundary by stage; ``total`` is the formula's T."""
+    """Seconds per token of one boundary by stage; ``exposed`` is what outlasts the products beside it,
+    ``total`` the formula's T."""
     bandwidth = chip.memory_tbps * chips.MEMORY * 1e12
     gemm = sum(flops / _peak(chip, kind) for kind, flops in b.flops.items())
     reduce, quantise, layout = _producers(b, chip, cal)
@@ -128,7 +134,11 @@ def boundary_seconds(b: Boundary, chip: Chip, cal: Calibration, tokens: int) -> 
         weight = max(b.weight_bytes / bandwidth, issued) / tokens
     element = b.element_bytes / bandwidth
     launch = b.launches * chips.LAUNCH_US * 1e-6 / tokens
-    serial = element + reduce + quantise + layout + launch
+    before = element + launch
+    producers = reduce + quantise + layout
+    # what runs beside the products, and what waits for it
+    beside = weight + producers if cal.overlap else weight
+    before += 0.0 if cal.overlap else producers
     return {
         "element": element,
         "reduce": reduce,
@@ -137,7 +147,8 @@ def boundary_seconds(b: Boundary, chip: Chip, cal: Calibration, tokens: int) -> 
         "launch": launch,
         "gemm": gemm,
         "weight": weight,
-        "total": serial + max(gemm, weight),
+        "exposed": max(0.0, beside - gemm),
+        "total": before + max(gemm, beside),
     }
 
 
@@ -151,9 +162,9 @@ def _blocks(
     sequence: int,
 ) -> dict[str, float]:
     """Seconds per token of all blocks, by part."""
-    parts = dict.fromkeys(
-        ("element", "reduce", "quantise", "layout", "launch", "gemm", "exposed_weight", "recompute"), 0.0
-    )
+    stages = ("element", "reduce", "quantise", "layout", "launch", "gemm", "exposed")
+    parts = dict.fromkeys((*stages, "recompute"), 0.0)
+    hidden = ("reduce", "quantise", "layout") if cal.overlap else ()
     flops = attention_flops(model, sequence)
     rates = chips.ATTENTION_FORWARD, chips.ATTENTION_BACKWARD
     forward, backward = (f / (chip.bf16_tflops * r * 1e12) for f, r in zip(flops, rates))
@@ -163,9 +174,8 @@ def _blocks(
         found = boundaries(recipe.for_block(block, model.blocks), model, fused=fused_producers(recipe))
         for b in found:
             t = boundary_seconds(b, chip, cal, tokens)
-            for name in ("element", "reduce", "quantise", "layout", "launch", "gemm"):
-                parts[name] += t[name]
-            parts["exposed_weight"] += max(0.0, t["weight"] - t["gemm"])
+            for name in stages:
+                parts[name] += 0.0 if name in hidden else t[name]
             if again and b.name.endswith("_forward"):
                 parts["recompute"] += t["total"]
         if again:
@@ -250,7 +260,7 @@ def blocks_ms(
     one = dataclasses.replace(model, blocks=blocks)
     parts = _blocks(recipe, one, Layout(1, 1, gpus=1, shard=1), chip, cal, tokens, sequence)
     if linears_only:
-        names = ("reduce", "quantise", "layout", "launch", "gemm", "exposed_weight")
+        names = ("reduce", "quantise", "layout", "launch", "gemm", "exposed")
         return 1e3 * tokens * sum(parts[name] for name in names)
     seconds = sum(parts.values())
     if head:
