@@ -50,7 +50,7 @@ def parse_job(text: str, defaults: dict[str, Any]) -> Job:
                 f"job {text!r}: got {setting!r}, needed KEY=VALUE with one of {', '.join(kinds)}"
             )
         try:
-            values[key] = {"int": int, "bool": _boolean, "str": str}[kinds[key]](value)
+            values[key] = {"int": int, "float": float, "bool": _boolean, "str": str}[kinds[key]](value)
         except ValueError:
             raise ValueError(f"job {text!r}: {key} got {value!r}, needed {kinds[key]}") from None
     return Job(route, **values)
@@ -161,7 +161,16 @@ def _run(jobs: list[Job], options: argparse.Namespace) -> int:
         write_json(
             options.out, {**head, "seconds": time.time() - began, "summary": summary(rows), "rows": rows}
         )
-    columns = ["title", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "median_s", "error"]
+    columns = [
+        "title",
+        "tokens_per_s",
+        "tokens_per_s_per_gpu",
+        "mfu",
+        "memory_gib",
+        "median_s",
+        "replays",
+        "error",
+    ]
     print(common.table(rows, columns), flush=True)
     for part, found in summary(rows).items():
         for entry in found:

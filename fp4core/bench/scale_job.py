@@ -59,6 +59,7 @@ class Job:
     compile: bool = True
     sequence: int = 8192
     steps: int = 12
+    lr: float = 1.0e-4
     window: int = 5
     size: str = "8b"
     device: str = "cuda"
@@ -87,6 +88,7 @@ class Job:
             global_batch=self.gpus * self.local_batch * self.accumulation,
             local_batch=self.local_batch,
             steps=self.steps,
+            lr=self.lr,
             warmup=4,
             cuts=(self.steps,),
             endpoint_step=self.steps,
@@ -241,12 +243,15 @@ def _rates(rows: list[dict[str, Any]], job: Job, engine: Engine, world: World) -
     if not window:
         return found
     seconds = statistics.median(row["seconds"] for row in window)
+    once = [row["seconds"] for row in window if not row["replayed"]]
     rate = engine.tokens_per_step / seconds
     device = device_record(world.device)["name"]
     share = mfu(rate / world.size, engine.study.model, job.sequence, device)
     return found | {
         "window": [job.window, rows[-1]["step"]],
         "median_s": seconds,
+        "median_once_s": statistics.median(once) if once else None,
+        "replays": sum(row["replayed"] for row in rows),
         "tokens_per_s": rate,
         "tokens_per_s_per_gpu": rate / world.size,
         "mfu": share,

@@ -1,0 +1,71 @@
+"""A run on the carrier backend goes on under the plans it had: the same bits as without the stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+
+import pytest
+import torch
+
+import fp4core.ops.carrier_linear  # noqa: F401  (registers the backend without a GPU)
+from fp4core.bench.scale_job import Job, Pairs, fill
+from fp4core.ops import carrier_groups
+from fp4core.recipe import load_recipe
+from fp4core.train.distributed import World
+from fp4core.train.engine import Engine
+
+
+def engine() -> Engine:
+    job = Job(
+        "mxfp4_sr", gpus=1, blocks=1, accumulation=1, device="cpu", compile=False, size="tiny", sequence=32
+    )
+    study = job.study()
+    small = dataclasses.replace(study.model, hidden=32, ffn=32, heads=1, vocab=64)
+    study = dataclasses.replace(study, backend="carrier", model=small)
+    world = World(0, 1, torch.device("cpu"))
+    return Engine(study, load_recipe("mxfp4_sr"), 0, world=world, stream=Pairs(32, 64), initialise=fill)
+
+
+def test_plans_survive_a_restart() -> None:
+    """Nor do the encodings of past steps stay alive."""
+    one = engine()
+    one.step(1)
+    encodings = _encodings()
+    one.step(2)
+    assert _encodings() == encodings
+    # a contraction that fell back to BF16 stays there; a fresh plan would begin in FP8 and sum otherwise
+    group = carrier_groups.groups(one.model)[0]
+    group.plan.kinds[0] = group.plan.kinds[5] = "bf16"
+    kept = json.loads(json.dumps(one.extra_state()))
+    weights = {name: value.clone() for name, value in one.model.state_dict().items()}
+    moments = {
+        name: {key: value.clone() for key, value in one.optimizer.state[p].items()}
+        for name, p in one.model.named_parameters()
+    }
+    expected = one.step(3)
+    after = [p.detach().clone() for p in one.model.parameters()]
+    plans = one.extra_state()
+
+    carrier_groups.forget()
+    two = engine()
+    two.model.load_state_dict(weights)
+    for name, p in two.model.named_parameters():
+        for key, value in moments[name].items():
+            two.optimizer.state[p][key].copy_(value)
+    two.resume(2, kept)
+    assert carrier_groups.groups(two.model)[0].plan.kinds[0] == "bf16"
+    assert two.step(3) == expected
+    assert all(torch.equal(a, b) for a, b in zip(after, two.model.parameters(), strict=True))
+    assert two.extra_state() == plans
+
+
+def _encodings() -> int:
+    gc.collect()
+    return sum(type(o) is carrier_groups.Weights for o in gc.get_objects())
+
+
+def test_plans_of_another_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="which no layer has"):
+        engine().resume(1, {"carrier_plans": [[{"producers": [9999]}]]})

@@ -1,0 +1,56 @@
+"""The harness of the large runs, on tiny models and gloo: every line of it, none of its numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp4core.bench import scale
+from fp4core.bench.scale_job import Job, Pairs
+from fp4core.model.arithmetic import count_parameters
+
+TINY = "device=cpu:size=tiny:sequence=64:blocks=2:compile=false:window=2:accumulation=2"
+
+
+def test_jobs_run_and_one_that_fails_stops_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    jobs = ["bf16", "nosuch", "mxfp4_sr:steps=3", "mxfp4_sr:gpus=1:steps=3"]
+    code = scale.main(["--out", str(out), "--steps", "2", "--defaults", TINY, "--jobs", *jobs])
+    record = json.loads(out.read_text())
+    assert code == 1
+    assert [row.get("done", False) for row in record["rows"]] == [True, False, True, True]
+    assert "unknown" in record["rows"][1]["error"]
+    assert [len(row["steps"]) for row in record["rows"] if "steps" in row] == [2, 3, 3]
+    assert [entry["job"] for entry in record["summary"]["routes"]] == [record["rows"][2]["title"]]
+    assert [entry["gpus"] for entry in record["summary"]["scaling"]] == [2]
+    assert record["versions"]["torch"] and record["command"].startswith("python -m fp4core.bench")
+
+
+def test_no_job_is_begun_without_time(tmp_path: Path) -> None:
+    out = tmp_path / "scale.json"
+    assert scale.main(["--out", str(out), "--max-seconds", "0", "--jobs", "bf16"]) == 1
+    assert "skipped" in json.loads(out.read_text())["rows"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("bf16:gpu=2", "KEY=VALUE"), ("bf16:gpus", "KEY=VALUE"), ("bf16:gpus=two", "needed int")],
+)
+def test_wrong_jobs_are_named(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        scale.parse_job(text, {})
+
+
+def test_the_default_job_is_the_whole_8b() -> None:
+    study = Job("bf16").study()
+    assert count_parameters(study.model) == 8_030_261_248
+    assert study.train.sequence == 8192 and study.train.global_batch == 8
+
+
+def test_made_up_tokens_are_a_function_of_seed_and_place() -> None:
+    stream = Pairs(64, 5000)
+    rows = stream.batch(3, 2, seed=5)
+    assert rows.shape == (2, 65) and rows.min() >= 0 and rows.max() < 5000
+    assert (stream.batch(4, 1, seed=5)[0] == rows[1]).all() and (rows[0] != rows[1]).any()
