@@ -54,13 +54,20 @@ class HeldAmax:
         self.number = next(_numbers)
         self.epoch = 0  # grows with every step begun: encodings made under another reference are stale
         self.sampling = False
+        self.gradient_scale = 1.0
         self._held = torch.zeros(layers, 3)
         self._seen = torch.zeros(layers, 3)
         _tables[self.number] = self
 
-    def begin(self, step: int) -> None:
-        """Start optimizer step ``step`` (1-based), or start it again."""
+    def begin(self, step: int, gradient_scale: float = 1.0) -> None:
+        """Start optimizer step ``step`` (1-based), or start it again.
+
+        ``gradient_scale``: what the trainer multiplies every loss by beyond the mean over the global batch
+        (the number of ranks, where gradients are averaged over them). dY's maxima are kept without it, so
+        that a run goes on in another world size.
+        """
         self.epoch += 1
+        self.gradient_scale = gradient_scale
         self.sampling = (step - 1) % self.interval == 0
         if self.sampling:
             self._seen = torch.zeros_like(self._seen)
@@ -81,12 +88,12 @@ class HeldAmax:
         step."""
         if self._held.device != x.device:
             self._held, self._seen = self._held.to(x.device), self._seen.to(x.device)
-        held = self._held[row, column]
+        held, scale = self._held[row, column], self.gradient_scale if column == DY else 1.0
         if self.sampling:
             own = amax(x)
-            self._seen[row, column] = torch.maximum(self._seen[row, column], own)
+            self._seen[row, column] = torch.maximum(self._seen[row, column], own / scale)
             return own * factor
-        return torch.where(held == 0, amax(x), held) * factor
+        return torch.where(held == 0, amax(x), held * scale) * factor
 
     def share(self, rows: Sequence[int], column: int) -> None:
         """Give all rows what the first one saw: linears of one input, which was looked at once."""

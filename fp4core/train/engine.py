@@ -189,7 +189,7 @@ class Engine:
         scale = self.world.size / self.tokens_per_step
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if self.amax is not None:
-            self.amax.begin(step)
+            self.amax.begin(step, gradient_scale=self.world.size)
         for inputs, targets, offset in self.micro_batches(step):
             fp4core.set_sr_state(self.model, self.seed, step, offset)
             losses = self.model(inputs, targets).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from conftest import Lab
@@ -33,6 +34,40 @@ def test_resume_between_samples_is_bit_equal(lab: Lab, second_lab: Lab) -> None:
     assert checkpoint(lab, 3)["held_amax"] != checkpoint(lab, 6)["held_amax"]
     held = checkpoint(lab, 6)["held_amax"]
     assert held["interval"] == 4 and len(held["held"]) == 2 * 8
+
+
+def ranks(lab: Lab, *more: str) -> None:
+    processes = lab.start_ranks(2, ["ue5m3"], *more)
+    for process in processes:
+        process.join(120)
+        process.kill()
+    assert [p.exitcode for p in processes] == [0, 0], lab.output.read_text()
+
+
+def test_resume_is_bit_equal_on_two_ranks_that_recompute(make_lab: Callable[[], Lab]) -> None:
+    """Weights sharded, maxima of each rank, blocks recomputed; samples at steps 1 and 4, stops after 2 and 5.
+
+    The maxima that are kept are the largest over the ranks: those of one process with the same micro-batches,
+    which a resume in another world size goes on with.
+    """
+    unbroken, stopped, alone = make_lab(), make_lab(), make_lab()
+    for each in (unbroken, stopped, alone):
+        with_interval(each, 3)
+        each.write_study(local_batch=2, activation_checkpoint="full", clip=100.0)
+    ranks(unbroken)
+    ranks(stopped, "--until", "2")
+    largest = checkpoint(stopped, 2)["held_amax"]
+    ranks(stopped, "--until", "5")
+    ranks(stopped)
+    assert stopped.tensors("ue5m3", 6) == unbroken.tensors("ue5m3", 6)
+    assert stopped.metrics("ue5m3") == unbroken.metrics("ue5m3")
+    assert checkpoint(stopped, 6)["held_amax"] == checkpoint(unbroken, 6)["held_amax"]
+    assert alone.train("ue5m3", "--until", "2") == 0
+    assert checkpoint(alone, 2)["held_amax"] == largest
+    ranks(alone)
+    assert [row[1] for row in alone.metrics("ue5m3")] == pytest.approx(
+        [row[1] for row in unbroken.metrics("ue5m3")], rel=1e-5
+    )
 
 
 def test_holding_changes_the_numbers(lab: Lab, second_lab: Lab) -> None:

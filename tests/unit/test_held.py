@@ -56,6 +56,21 @@ def test_a_sampling_step_uses_each_tensors_own_and_holds_the_largest() -> None:
     assert sampled(table, 4, torch.tensor([9.0])) == [4.0]
 
 
+def test_gradients_are_held_in_units_of_one_process() -> None:
+    """Two ranks double every loss; a run that goes on in another world size finds the maxima it needs."""
+    table = held.HeldAmax(1, 50)
+    one, two = torch.tensor([0.75]).bfloat16(), torch.tensor([1.5]).bfloat16()
+    table.begin(1, gradient_scale=2)
+    assert [float(table.reference(two, 0, column, 1.0)) for column in (held.X, held.DY)] == [1.5, 1.5]
+    table.finish()
+    assert table.state()["held"] == [[1.5, 0.0, 0.75]]
+    for step, scale, dy in ((2, 2, 1.5), (3, 1, 0.75), (4, 8, 6.0)):
+        table.begin(step, gradient_scale=scale)
+        assert float(table.reference(one, 0, held.DY, 1.0)) == dy
+        assert float(table.reference(one, 0, held.X, 1.0)) == 1.5
+        table.finish()
+
+
 def test_ranks_agree_on_the_largest() -> None:
     table = held.HeldAmax(1, 50)
     table.begin(1)
