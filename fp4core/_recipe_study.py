@@ -90,7 +90,7 @@ class TrainConfig:
     gather: Literal["fp32", "bf16"] = entry(
         "fp32", doc="type of gathered weights; bf16 also rounds each micro-step's dW before the FP32 sum"
     )
-    keep_gathered: bool = entry(False, doc="gather weights once per micro-step: faster, more memory")
+    keep_gathered: bool = entry(False, doc="gather weights once per step: faster, more memory")
     replicas: int = entry(1, doc="copies of the sharded model (HSDP); 1 shards over all ranks", min=1)
     deterministic: bool = entry(False, doc="attention that gives the same bits again on a GPU, but slower")
     async_checkpoint: bool = entry(False, doc="write checkpoints beside the training steps")

@@ -136,7 +136,7 @@ def shard(
         gather: "fp32": the linears round to BF16 themselves, and dW leaves them in FP32. "bf16" moves half
             the bytes; every weight is rounded as it would be anyway, but so is each micro-step's gradient
             before the FP32 sum.
-        keep_gathered: keep a unit's weights from forward to backward.
+        keep_gathered: keep a unit's weights from forward to backward (see also the function of that name).
         replicas: HSDP; each replica is sharded over size / replicas ranks. ValueError when that is uneven.
     """
     if world.size == 1 and not dist.is_initialized():
@@ -156,6 +156,15 @@ def shard(
         # needed again at once when backward begins
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **shared)
     return fully_shard(model, **shared)
+
+
+def keep_gathered(model: nn.Module, keep: bool) -> None:
+    """Whether the next backward pass leaves the gathered weights in place for the micro-step after it.
+
+    The last one of a step must not: the optimizer is about to change the shards.
+    """
+    if hasattr(model, "set_reshard_after_backward"):
+        model.set_reshard_after_backward(not keep)
 
 
 def _mesh(world: World, replicas: int) -> DeviceMesh:

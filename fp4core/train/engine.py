@@ -25,7 +25,7 @@ from fp4core.model.build import build_model, materialise
 from fp4core.ops.held import held_amax
 from fp4core.recipe import Recipe, Study
 
-from .distributed import World, shard
+from .distributed import World, keep_gathered, shard
 from .errors import RunError
 from .guard import step_guard
 from .optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate, set_progress
@@ -190,7 +190,9 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if self.amax is not None:
             self.amax.begin(step, gradient_scale=self.world.size)
-        for inputs, targets, offset in self.micro_batches(step):
+        for number, (inputs, targets, offset) in enumerate(self.micro_batches(step), start=1):
+            if self.study.train.keep_gathered:
+                keep_gathered(self.model, number < self.split.micro_steps)
             fp4core.set_sr_state(self.model, self.seed, step, offset)
             losses = self.model(inputs, targets).float()
             (losses.sum() * scale).backward()
