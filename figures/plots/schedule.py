@@ -82,7 +82,7 @@ def draw_schedule(tidy: Tidy) -> Figure:
             ax.text(0, 1.01, remark, transform=ax.transAxes, fontsize=6.5, color=style.GREY, va="bottom")
         if place + columns >= len(panels):
             ax.set_xlabel("time (ms)")
-    _legend(figure, height, len(schedules) == 2)
+    _legend(figure, height, [s for s in STAGES if s in set(frame["stage"])], len(schedules) == 2)
     return figure
 
 
@@ -116,11 +116,12 @@ def _bars(ax, boundary: str, routes: list[str], schedules: list[str], times: dic
     box = ax.get_window_extent().width / ax.figure.dpi
     ax.set_xlim(0, longest * (1 + 0.3 / max(box - 0.3, 0.3)))
     ax.set_ylim(len(routes) - 0.4, -0.6)
-    ax.xaxis.set_major_locator(MaxNLocator(4 if box < 2 else 7, steps=[1, 2, 5, 10]))
+    ticks = MaxNLocator(4 if box < 2 else 7, steps=[1, 2, 5, 10]).tick_values(0, ax.get_xlim()[1])
+    ax.set_xticks([tick for tick in ticks if 0 <= tick <= 0.92 * ax.get_xlim()[1]])
 
 
-def _legend(figure: Figure, height: float, both: bool) -> None:
-    handles = [Patch(fc=color, label={"gemm": "GEMM"}.get(stage, stage)) for stage, color in STAGES.items()]
+def _legend(figure: Figure, height: float, stages: list[str], both: bool) -> None:
+    handles = [Patch(fc=STAGES[stage], label={"gemm": "GEMM"}.get(stage, stage)) for stage in stages]
     if both:
         handles.append(Patch(fc="white", ec=style.GREY, hatch="////", label="fused schedule", lw=0.4))
     figure.legend(

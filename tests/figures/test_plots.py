@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 
-from figures import labels, style
+from figures import labels, schema, style
 from figures.__main__ import main
 from figures.data import Tidy
 from figures.labels import overlap, text_boxes
@@ -80,6 +82,23 @@ def test_every_checkpoint_and_interval_is_inside_the_validation_panels(study, re
         values = frame[list(columns)].stack()
         assert low <= values.min() and values.max() <= high
     assert len(insets) == 1 and f"step {frame['step'].max():,}" in insets[0].get_title("left")
+
+
+def test_figure_6_draws_the_budget_that_a_gpu_recorded(tmp_path):
+    """fp4core/bench/results/boundary.json are rows of boundary.csv: both schedules, no stage it never had."""
+    measured = json.loads((ROOT / "fp4core/bench/results/boundary.json").read_text())
+    path = synthetic.write(tmp_path, steps=60, device_kind="cuda")
+    columns = list(schema.load_schema("boundary")["properties"])
+    pd.DataFrame(measured["rows"])[columns].to_csv(path / "boundary.csv", index=False)
+    tidy = Tidy(path)
+    with plt.rc_context(style.RC):
+        figure = ENTRIES["fig06_fusion_schedule"].draw(tidy)
+        legend = [text.get_text() for text in figure.legends[0].get_texts()]
+        plt.close(figure)
+    stages = {row["stage"] for row in measured["rows"]}
+    assert len(legend) == len(stages) + 1 and legend[-1] == "fused schedule"
+    caption = ENTRIES["fig06_fusion_schedule"].caption(tidy)
+    assert measured["environment"]["gpu"] in caption and "emulations" not in caption
 
 
 def test_a_crowd_of_points_is_labelled_without_overlaps_and_leaders_through_labels():
