@@ -8,9 +8,10 @@ Boundaries are those of ``fp4core.bench.boundary``. Stages here:
     quantise   everything else between two products: norm, SiLU or rotation, rounding, every view
     gemm       the products that follow
 
-Serial: the element-wise work writes BF16, then producers read it, each view with its layout. Fused: one
-kernel where the formats allow (MX); formats that wait for a maximum have the same schedule twice. The layout
-is never a pass of its own on a GPU. Milliseconds, medians; weights are encoded before.
+Schedules are those of ``fp4core.ops.carrier_boundary``: serial; fused, which a block runs; and, in this
+command's record only, single, one kernel for a whole backward boundary. Formats that wait for a maximum have
+the same schedule three times. The layout is never a pass of its own on a GPU. Milliseconds, medians; weights
+are encoded before.
 """
 
 from __future__ import annotations
@@ -36,7 +37,12 @@ def rows(study: Study, recipes: dict[str, Recipe], device: torch.device) -> list
 
 
 def measure(
-    config: ModelConfig, route: str, recipe: Recipe, tokens: int, device: torch.device
+    config: ModelConfig,
+    route: str,
+    recipe: Recipe,
+    tokens: int,
+    device: torch.device,
+    schedules: tuple[str, ...] = ("serial", "fused"),
 ) -> list[dict[str, Any]]:
     """Rows of one route; empty for BF16 routes and for shapes without whole tiles."""
     from fp4core.ops import spec as specs
@@ -49,7 +55,7 @@ def measure(
     out = []
     for name, boundary, products in work.cases():
         times = {"reduce": work.reduce_ms(name), "gemm": products()}
-        for schedule in ("serial", "fused"):
+        for schedule in schedules:
             ms = work.boundary_ms(boundary, schedule)
             stages = {"quantise": max(0.0, ms - times["reduce"]), **times}
             for stage, value in stages.items():
@@ -182,8 +188,7 @@ class _Boundaries:
 
     def boundary_ms(self, boundary: Callable[[], Any], schedule: str) -> float:
         """Milliseconds of a boundary once its references have settled."""
-        from fp4core.ops import carrier_groups
-        from fp4core.ops.carrier_boundary import in_series
+        from fp4core.ops import carrier_boundary, carrier_groups
 
         def settled() -> float:
             boundary()
@@ -192,9 +197,7 @@ class _Boundaries:
             carrier_groups.read(self.groups)
             return common.time_ms(boundary, calls=2, replays=5)
 
-        if schedule == "fused":
-            return settled()
-        with in_series():
+        with carrier_boundary.schedule(schedule):
             return settled()
 
     def reduce_ms(self, name: str) -> float:
@@ -228,10 +231,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--routes", default=",".join(ROUTES))
     parser.add_argument("--out", type=Path, default=common.RESULTS / "boundary.json")
     options = parser.parse_args(argv)
+    from fp4core.ops import carrier_boundary
+
     device = common.require_gpu()
     found: list[dict[str, Any]] = []
     for route in options.routes.split(","):
-        found += measure(config_8b(32), route, load_recipe(route), options.tokens, device)
+        found += measure(
+            config_8b(32), route, load_recipe(route), options.tokens, device, carrier_boundary.SCHEDULES
+        )
         part = [r for r in found if r["route"] == route]
         print(common.table(part, ["route", "boundary", "stage", "schedule", "milliseconds"]), flush=True)
     print("written", common.write_record("boundary", found, options.out))

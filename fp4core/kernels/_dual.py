@@ -117,7 +117,7 @@ def dual_kernel(
     features of the unpadded tensor. ROW_STRIDE, COL_STRIDE: words per row of the row and of the column view.
 
     ROW_T: 0 makes the row view from the registers that hold the tile; otherwise a loop reads it again, from
-    the L1 cache, ROW_T tokens of every group at a time: fewer registers, hence more warps, and shorter code.
+    a cache, ROW_T tokens of every group at a time: fewer registers, hence more warps, and shorter code.
     """
     TILES: tl.constexpr = (K + 2 * W - 1) // (2 * W)
     pid = tl.program_id(0)
@@ -128,7 +128,8 @@ def dual_kernel(
     base = x_ptr + token.to(tl.int64) * (K // 2) + feature // 2
     rows = M - token
     words = K // 2 - feature // 2
-    w = load_any(base, K // 2, G, W, VEC, one, rows, words, FP32, MASKED, ASM, T)
+    KEEP: tl.constexpr = "evict_last" if ROW_T else ""
+    w = load_any(base, K // 2, G, W, VEC, one, rows, words, FP32, MASKED, ASM, T, 0, KEEP)
     # loads may not move past a barrier: without it the compiler spreads them among the arithmetic to save
     # registers, and too few are in flight
     tl.debug_barrier()
@@ -206,7 +207,10 @@ def dual_kernel(
         for part in tl.range(0, T // ROW_T):
             start = part * ROW_T
             piece = base + start * (K // 2)
-            wp = load_any(piece, K // 2, G, W, VEC, one, rows - start, words, FP32, MASKED, ASM, ROW_T, T)
+            left = rows - start
+            wp = load_any(
+                piece, K // 2, G, W, VEC, one, left, words, FP32, MASKED, ASM, ROW_T, T, "evict_first"
+            )
             if ROW_SR:
                 drawn = random_words_of(
                     seed, step, first_token, producer, token + start, feature, PLACES, G, W, False, ROW_T, T
@@ -225,7 +229,7 @@ def dual_kernel(
                 part_row,
                 token + start,
                 first,
-                rows - start,
+                left,
                 row_words_left,
                 ROW_STRIDE,
                 ROW_VEC,

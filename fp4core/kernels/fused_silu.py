@@ -179,8 +179,7 @@ def silu_backward_kernel(
 ):
     """Row and column views of [dg | du] ([T, 2 F] and [2 F, T]) and the column view of h [F, T].
 
-    RULE "none" stores dg, du, h in BF16 [T, F] to row_ptr, col_ptr, h_ptr instead. T a multiple of 32 G, F of
-    2 W.
+    T a multiple of 32 G, F of 2 W.
 
     dg, du and h take turns in a loop that stays a loop, with column code that takes the carrier at run time:
     unrolled, the code outgrows the instruction cache (128 KB) and the kernel runs up to four times slower.
@@ -206,27 +205,78 @@ def silu_backward_kernel(
             one,
         )
         d = turn_words(which, b, g, u, ASM)
-        if RULE == "none":
-            out = tl.where(which == 0, row_ptr, tl.where(which == 1, col_ptr, h_ptr))
-            store_rows(out + flat, d, F // 2, VEC, one)
-        else:
-            if which < 2:
-                random = 0
-                if SR:
-                    producer = tl.where(which == 0, gate_producer, up_producer)
-                    random = random_words(sr_ptr, producer, token, feature, F, G, W)
-                v = finish_row(row_mx(d, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
-                ROW_STRIDE: tl.constexpr = F if ROW == "bf16" else F // 2
-                ROW_VEC: tl.constexpr = VEC if ROW == "bf16" else VEC // 2
-                out = row_ptr + token.to(tl.int64) * ROW_STRIDE + which * (ROW_STRIDE // 2) + pf * v.shape[2]
-                store_rows(out, v, ROW_STRIDE, ROW_VEC, one)
-            PER_WORD: tl.constexpr = 2 if COL == "bf16" else 4
-            stride = T // PER_WORD
-            out = tl.where(which == 2, h_ptr, col_ptr + stride.to(tl.int64) * (which * F))
-            out += feature.to(tl.int64) * stride + token // PER_WORD
-            state = tl.where(which == 2, h_state, col_state)
-            narrow = tl.where(which == 2, H_COL == "e4m3", COL == "e4m3")
-            store_columns(out, _column(d, state, narrow, RULE, COL, HADAMARD, ASM), stride, False, 0, 0)
+        if which < 2:
+            random = 0
+            if SR:
+                producer = tl.where(which == 0, gate_producer, up_producer)
+                random = random_words(sr_ptr, producer, token, feature, F, G, W)
+            v = finish_row(row_mx(d, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
+            ROW_STRIDE: tl.constexpr = F if ROW == "bf16" else F // 2
+            ROW_VEC: tl.constexpr = VEC if ROW == "bf16" else VEC // 2
+            out = row_ptr + token.to(tl.int64) * ROW_STRIDE + which * (ROW_STRIDE // 2) + pf * v.shape[2]
+            store_rows(out, v, ROW_STRIDE, ROW_VEC, one)
+        PER_WORD: tl.constexpr = 2 if COL == "bf16" else 4
+        stride = T // PER_WORD
+        out = tl.where(which == 2, h_ptr, col_ptr + stride.to(tl.int64) * (which * F))
+        out += feature.to(tl.int64) * stride + token // PER_WORD
+        state = tl.where(which == 2, h_state, col_state)
+        narrow = tl.where(which == 2, H_COL == "e4m3", COL == "e4m3")
+        store_columns(out, _column(d, state, narrow, RULE, COL, HADAMARD, ASM), stride, False, 0, 0)
+
+
+@triton.jit(do_not_specialize=["one"])
+def silu_gradients_kernel(
+    dh_ptr,
+    g_ptr,
+    u_ptr,
+    dg_ptr,
+    du_ptr,
+    h_ptr,
+    h_state,
+    T,
+    one,
+    F: tl.constexpr,
+    GU: tl.constexpr,
+    RULE: tl.constexpr,
+    H_COL: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ASM: tl.constexpr,
+    G: tl.constexpr,
+    W: tl.constexpr,
+    VEC: tl.constexpr,
+    P: tl.constexpr,
+):
+    """dg and du in BF16 [T, F], and the column view of h [F, T] (RULE "none": h in BF16 [T, F]).
+
+    The first half of a backward boundary in two kernels: the producers make both views of dg and du. The
+    gradients are made P tokens of a group at a time, from a second reading that a cache serves.
+    """
+    TILES: tl.constexpr = F // (2 * W)
+    pid = tl.program_id(0)
+    token = (pid // TILES) * (32 * G)
+    pf = pid % TILES
+    feature = pf * (2 * W)
+    place = token.to(tl.int64) * GU + pf * W
+    flat = token.to(tl.int64) * (F // 2) + pf * W
+    g = load_words(g_ptr + place, GU, G, W, VEC, one, 32, 0, "evict_last")
+    u = load_words(u_ptr + place, GU, G, W, VEC, one, 32, 0, "evict_last")
+    h = turn_words(2, u, g, u, ASM)
+    if RULE == "none":
+        store_rows(h_ptr + flat, h, F // 2, VEC, one)
+    else:
+        PER_WORD: tl.constexpr = 2 if H_COL == "bf16" else 4
+        out = h_ptr + feature.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
+        column = finish_column(column_mx(h, h_state, RULE, H_COL, HADAMARD, ASM), H_COL, ASM)
+        store_columns(out, column, T // PER_WORD, False, 0, 0)
+    for part in range((32 // P) * one):
+        start = part * P
+        again = place + start * GU
+        gp = load_words(g_ptr + again, GU, G, W, VEC, one, P, 32, "evict_first")
+        up = load_words(u_ptr + again, GU, G, W, VEC, one, P, 32, "evict_first")
+        here = flat + start * (F // 2)
+        bp = load_words(dh_ptr + here, F // 2, G, W, VEC, one, P, 32, "evict_first")
+        store_rows(dg_ptr + here, turn_words(0, bp, gp, up, ASM), F // 2, VEC, one, 32)
+        store_rows(du_ptr + here, turn_words(1, bp, gp, up, ASM), F // 2, VEC, one, 32)
 
 
 @triton.jit
@@ -314,10 +364,10 @@ def silu_backward(
     dh: Tensor,
     gate: Tensor,
     up: Tensor,
-    row: View | None,
-    col: View | None,
-    h_col: View | None,
-    states: tuple[Tensor, Tensor, Tensor] | None,
+    row: View,
+    col: View,
+    h_col: View,
+    states: tuple[Tensor, Tensor, Tensor],
     sr: tuple[Tensor, int, int] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Carriers ([dg | du] [T, 2 F], its transpose's column view [2 F, T], h's column view [F, T]).
@@ -325,22 +375,18 @@ def silu_backward(
     Args:
         dh: BF16 [T, F], contiguous.
         gate, up: as in ``silu_forward``.
-        row, col: views of dg and du, of one MX format; None (with h_col None) gives dg, du, h in BF16 [T, F].
+        row, col: views of dg and du, of one MX format.
         h_col: column view of h, of the same format and rotation as ``col``; FP8 where ``col`` is.
         states: int32 [4] of row, col and h_col.
         sr: random state, producers of dg's and du's row views; for a stochastic ``row``.
     """
     t, f = dh.shape
     check_shape("silu_backward", t, f)
-    bf16 = torch.bfloat16
-    if row is None:
-        outs = [dh.new_empty((t, f), dtype=bf16) for _ in range(3)]
-    else:
-        outs = [
-            dh.new_empty((t, 2 * f), dtype=CARRIERS[row.carrier]),
-            dh.new_empty((2 * f, t), dtype=CARRIERS[col.carrier]),
-            dh.new_empty((f, t), dtype=CARRIERS[h_col.carrier]),
-        ]
+    outs = [
+        dh.new_empty((t, 2 * f), dtype=CARRIERS[row.carrier]),
+        dh.new_empty((2 * f, t), dtype=CARRIERS[col.carrier]),
+        dh.new_empty((f, t), dtype=CARRIERS[h_col.carrier]),
+    ]
     g = groups_per_tile(t)
     base = words(dh, dh)
     silu_backward_kernel[(t // (32 * g) * (f // 128),)](
@@ -348,7 +394,7 @@ def silu_backward(
         words(gate, dh),
         words(up, dh),
         *(words(o, dh) for o in outs),
-        *(states or (base, base, base)),
+        *states,
         base if sr is None else sr[0],
         0 if sr is None else sr[1],
         0 if sr is None else sr[2],
@@ -356,12 +402,12 @@ def silu_backward(
         1,
         F=f,
         GU=gate.stride(0) // 2,
-        RULE="none" if row is None else rule(row.format),
-        ROW="bf16" if row is None else row.carrier,
-        SR=row is not None and row.rounding == "stochastic",
-        COL="bf16" if col is None else col.carrier,
-        HADAMARD="none" if col is None else col.hadamard,
-        H_COL="bf16" if h_col is None else h_col.carrier,
+        RULE=rule(row.format),
+        ROW=row.carrier,
+        SR=row.rounding == "stochastic",
+        COL=col.carrier,
+        HADAMARD=col.hadamard,
+        H_COL=h_col.carrier,
         ASM=packed_instructions(dh.device),
         G=g,
         W=64,
@@ -370,3 +416,41 @@ def silu_backward(
         maxnreg=REGISTERS,
     )
     return outs[0], outs[1], outs[2]
+
+
+def silu_gradients(
+    dh: Tensor, gate: Tensor, up: Tensor, h_col: View | None, h_state: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dg, du in BF16 [T, F], column view of h [F, T] or, without ``h_col``, h in BF16 [T, F]).
+
+    Arguments as for ``silu_backward``; ``h_col`` is a view of an MX format with its state int32 [4].
+    """
+    t, f = dh.shape
+    check_shape("silu_gradients", t, f)
+    dg, du = torch.empty_like(dh), torch.empty_like(dh)
+    h = torch.empty_like(dh) if h_col is None else dh.new_empty((f, t), dtype=CARRIERS[h_col.carrier])
+    g = groups_per_tile(t)
+    base = words(dh, dh)
+    silu_gradients_kernel[(t // (32 * g) * (f // 128),)](
+        base,
+        words(gate, dh),
+        words(up, dh),
+        words(dg, dh),
+        words(du, dh),
+        words(h, dh),
+        base if h_state is None else h_state,
+        t,
+        1,
+        F=f,
+        GU=gate.stride(0) // 2,
+        RULE="none" if h_col is None else rule(h_col.format),
+        H_COL="bf16" if h_col is None else h_col.carrier,
+        HADAMARD="none" if h_col is None else h_col.hadamard,
+        ASM=packed_instructions(dh.device),
+        G=g,
+        W=64,
+        VEC=2,
+        P=8,
+        num_warps=g,
+    )
+    return dg, du, h

@@ -54,14 +54,16 @@ def load_words(
     one,
     T: tl.constexpr = 32,
     SPAN: tl.constexpr = 0,
+    KEEP: tl.constexpr = "",
 ):
     """Words [G, T, W] of a row-major BF16 matrix, from int32 pointer ``base`` (the tile's first word).
 
     STRIDE: words per row. VEC: words per thread along a row. SPAN: tokens from one group to the next, T where
-    0. ``one`` is an int32 argument of value 1 that the compiler must not specialise (``do_not_specialize``):
-    it hides the contiguity that would pull a row's words into fewer lanes.
+    0. KEEP: eviction policy, for a tile that the kernel reads twice. ``one`` is an int32 argument of value 1
+    that the compiler must not specialise (``do_not_specialize``): it hides the contiguity that would pull a
+    row's words into fewer lanes.
     """
-    return tl.load(_row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN))
+    return tl.load(_row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN), eviction_policy=KEEP)
 
 
 @triton.jit
@@ -79,6 +81,7 @@ def load_any(
     ASM: tl.constexpr,
     T: tl.constexpr = 32,
     SPAN: tl.constexpr = 0,
+    KEEP: tl.constexpr = "",
 ):
     """Words of a BF16 matrix (int32 pointer) or of an FP32 one (int64 pointer, two values), rounded to BF16.
 
@@ -88,9 +91,10 @@ def load_any(
         g = tl.arange(0, G)[:, None, None]
         t = tl.arange(0, T)[None, :, None]
         real = (tl.arange(0, W)[None, None, :] < words) & (g * (SPAN if SPAN else T) + t < rows)
-        w = tl.load(_row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN), mask=real, other=0)
+        where = _row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN)
+        w = tl.load(where, mask=real, other=0, eviction_policy=KEEP)
     else:
-        w = load_words(base, STRIDE, G, W, VEC, one, T, SPAN)
+        w = load_words(base, STRIDE, G, W, VEC, one, T, SPAN, KEEP)
     if FP32:
         low = w.to(tl.int32).to(tl.float32, bitcast=True)
         high = (w >> 32).to(tl.int32).to(tl.float32, bitcast=True)

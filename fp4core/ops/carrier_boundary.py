@@ -1,9 +1,17 @@
 """The boundaries between a block's matrix products: fused where one kernel can do them, in series elsewhere.
 
-A boundary turns what one product wrote into what the next ones read. Where every view it makes is of one MX
-format the kernels of ``fp4core.kernels.fused_*`` do it in one pass over the data; otherwise (scales that wait
-for a tensor's or stripe's amax, or views of two formats) the same arithmetic is done in BF16 first and the
-producers follow. Both give equal carriers. Shapes: T tokens, K hidden, F ffn features.
+A boundary turns what one product wrote into what the next ones read. Three schedules, all of them with equal
+carriers:
+
+    serial   the arithmetic writes BF16, the producers read it
+    fused    one kernel does the arithmetic and makes the views of activations (the row view forward, the
+             column view of what backward computes again); gradients go to the producers, which make both
+             views from one load. The default: on an H200 faster than one kernel for everything, whose
+             registers leave it two warps per scheduler (NOTES.md)
+    single   one kernel per boundary where every view is of one MX format
+
+Formats whose scales wait for a tensor's or stripe's maximum are done in series under every schedule. Shapes:
+T tokens, K hidden, F ffn features.
 """
 
 from __future__ import annotations
@@ -24,32 +32,35 @@ from fp4core.ops.carrier_plan import DY_COL, DY_ROW, X_COL, X_ROW, constant_of, 
 _BF16 = torch.bfloat16
 
 
-_FUSE = [True]
+SCHEDULES = ("serial", "fused", "single")
+_SCHEDULE = ["fused"]
 
 
 @contextmanager
-def in_series() -> Iterator[None]:
-    """Within it every boundary is done in series, whatever its formats: for benchmarks and tests."""
-    _FUSE[0] = False
+def schedule(name: str) -> Iterator[None]:
+    """Within it every boundary is done as ``name`` says, one of ``SCHEDULES``: for benchmarks and tests."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule: got {name!r}, needed one of {', '.join(SCHEDULES)}")
+    before, _SCHEDULE[0] = _SCHEDULE[0], name
     try:
         yield
     finally:
-        _FUSE[0] = True
+        _SCHEDULE[0] = before
 
 
 def _mx_row(g: Group) -> bool:
     op = g.operands[X_ROW]
-    return _FUSE[0] and is_mx(op) and op.rounding == "nearest"
+    return _SCHEDULE[0] != "serial" and is_mx(op) and op.rounding == "nearest"
 
 
 def _mx_col(g: Group) -> bool:
     op = g.operands[X_COL]
-    return _FUSE[0] and is_mx(op) and op.rounding == "nearest"
+    return _SCHEDULE[0] != "serial" and is_mx(op) and op.rounding == "nearest"
 
 
 def _mx_gradients(g: Group) -> bool:
     row, col = g.operands[DY_ROW], g.operands[DY_COL]
-    return _FUSE[0] and is_mx(row) and row.format == col.format and col.rounding == "nearest"
+    return _SCHEDULE[0] == "single" and is_mx(row) and row.format == col.format and col.rounding == "nearest"
 
 
 def _carrier(g: Group, view: int, data: Tensor) -> Carrier:
@@ -178,14 +189,27 @@ def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:
     return settled(g, [X_ROW], make)
 
 
+def _silu_gradients(down: Group, dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Carrier]:
+    """(dgate, dup in BF16, column operand of h for ``down``)."""
+    if not _mx_col(down):
+        dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, None, None)
+        return dgate, dup, encode(down, h, None, X_COL, None, down.producers[0])[1]
+
+    def make() -> tuple[Tensor, Tensor, Carrier]:
+        dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, view_of(down, X_COL), down.state[X_COL])
+        return dgate, dup, _carrier(down, X_COL, h)
+
+    return settled(down, [X_COL], make)
+
+
 def silu_backward(
     g: Group, down: Group, dh: Tensor, gate: Tensor, up: Tensor, state: Tensor
 ) -> tuple[list[Carrier], list[Carrier], Carrier]:
     """(row operands, column operands of [dgate | dup] for their group, column operand of h for ``down``)."""
     if not (_mx_gradients(g) and _mx_col(down)):
-        dgate, dup, h = fused_silu.silu_backward(dh, gate, up, None, None, None, None, None)
+        dgate, dup, h = _silu_gradients(down, dh, gate, up)
         rows, cols = encode_gradients(g, [dgate, dup], state, True, True)
-        return rows, cols, encode(down, h, None, X_COL, None, down.producers[0])[1]
+        return rows, cols, h
 
     def make() -> tuple[list[Carrier], list[Carrier], Carrier]:
         row = view_of(g, DY_ROW)

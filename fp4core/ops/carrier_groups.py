@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fp4core import formats
 from fp4core.ops import spec as specs
 from fp4core.ops.carrier_gemm import Carrier
-from fp4core.ops.carrier_plan import VIEW_NAMES, VIEWS, Plan, is_mx, operands
+from fp4core.ops.carrier_plan import RANGE, VIEW_NAMES, VIEWS, Plan, is_mx, operands
 from fp4core.recipe import LinearRecipe, Operand
 
 _STATES = 4096  # views per device table; 682 groups
@@ -44,18 +44,36 @@ _RULES = {
 }
 
 
+# Steps of room beside the observed blocks within which a reference stays where it is.
+_ROOM = 2
+
+
+def _rule(format_name: str) -> tuple[int, int]:
+    fmt = formats.get(format_name)
+    return _RULES["mx_finer" if fmt.finer_below is not None else fmt.algorithm]
+
+
 def block_exponent(bits: int, format_name: str) -> int:
     """k of a block whose largest magnitude has these BF16 bits."""
-    fmt = formats.get(format_name)
-    add, bias = _RULES["mx_finer" if fmt.finer_below is not None else fmt.algorithm]
+    add, bias = _rule(format_name)
     return ((min(bits, 0x7F7F) + add) >> 7) - bias
 
 
+def block_limits(low: int, high: int, format_name: str) -> tuple[int, int]:
+    """(largest bits, 0x8000 - smallest bits) of block maxima with exponents in low .. high; see ``spans``."""
+    add, bias = _rule(format_name)
+    return ((high + bias + 1) << 7) - 1 - add, 0x8000 - max(1, ((low + bias) << 7) - add)
+
+
 class _Table:
-    """States of all groups of a device in one tensor, so that one copy reads them."""
+    """States of all groups of a device in one tensor, so that one copy reads them.
+
+    ``limits``: largest (largest bits, 0x8000 - smallest bits) of a row for which its reference may stay.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.data = torch.zeros(_STATES, 4, dtype=torch.int32, device=device)
+        self.limits = torch.zeros(_STATES, 2, dtype=torch.int32)
         self.used = 0
 
     def rows(self, count: int) -> tuple[int, Tensor]:
@@ -136,6 +154,7 @@ class Group:
         before = list(self.plan.refs)
         if bad or first:
             self.plan.adapt({v: s for v, s in seen.items() if v in bad or v in first})
+            self.note_limits()
         for v in range(VIEWS):
             if v in views:
                 self.calibrated[v] = True
@@ -144,6 +163,23 @@ class Group:
             elif self.plan.refs[v] != before[v]:
                 self.state[v, 0].fill_(self.plan.refs[v])
         return not bad
+
+    def limits(self) -> list[tuple[int, int]]:
+        """Per view, the extremes up to which ``read`` leaves the plan alone: ``_ROOM`` inside its range."""
+        out = []
+        for view in range(VIEWS):
+            kind, ref = self.plan.kinds[view], self.plan.refs[view]
+            if not is_mx(self.operands[view]) or kind == "bf16":
+                out.append((0x8000, 0x8000))
+                continue
+            low, high, _, _ = RANGE[kind]
+            out.append(block_limits(ref + low + _ROOM, ref + high - _ROOM, self.operands[view].format))
+        return out
+
+    def note_limits(self) -> None:
+        """Tell the table what the present plan has room for; needed whenever the plan has changed."""
+        limits = _table(self.device).limits
+        limits[self.first : self.first + VIEWS] = torch.tensor(self.limits(), dtype=torch.int32)
 
     def drop_weights(self) -> None:
         """Forget the encoded weights."""
@@ -190,7 +226,9 @@ def group(producers: Iterable[int], spec: str, device: torch.device) -> Group:
 
 
 def _linears(model: nn.Module) -> set[tuple[torch.device, str, int]]:
-    return {(m.weight.device, m.spec, m.producer) for m in model.modules() if hasattr(m, "producer")}
+    # a lookup in the instance's own attributes: a module's missing attribute costs an exception
+    found = (m for m in model.modules() if "producer" in m.__dict__)
+    return {(m.weight.device, m.spec, m.producer) for m in found}
 
 
 def groups(model: nn.Module) -> list[Group]:
@@ -232,22 +270,34 @@ class Misfit:
 
 
 def read(found: list[Group]) -> list[Misfit]:
-    """Read the groups' states in one copy per device, adapt their plans, start new counts."""
+    """Read the groups' states in one copy per device, adapt the plans that need it, start new counts.
+
+    The device waits for this, so the usual case is short: when every block of ``found`` fitted with room to
+    spare, counts are cleared and nothing else happens.
+    """
     report: list[Misfit] = []
     for device in {g.device for g in found}:
-        rows = _table(device).data[: _table(device).used].tolist()
-        fresh = [[0, 0, 0, 0] for _ in rows]
-        for g in _GROUPS.values():
-            if g.device != device:
+        table = _table(device)
+        rows = table.data[: table.used].to("cpu", copy=True)
+        mine = [g for g in found if g.device == device]
+        if len(mine) * VIEWS == table.used:
+            tight = (rows[:, 1:3] > table.limits[: table.used]).any(1) | (rows[:, 3] > 0)
+            if not bool(tight.any()):
+                table.data[: table.used, 1:].zero_()
                 continue
-            if g in found:
-                seen, bad = g.spans(rows[g.first : g.first + VIEWS], range(VIEWS))
-                changed = g.plan.adapt(seen)
-                g.misfits += len(bad)
-                g.replays += bool(bad)
-                action = "; ".join(changed) or "reference moved"
-                report += [Misfit(g.producers, VIEW_NAMES[v], action) for v in bad]
-            for v in range(VIEWS):
-                fresh[g.first + v] = [g.plan.refs[v], 0, 0, 0] if g in found else rows[g.first + v]
-        _table(device).data[: len(fresh)].copy_(torch.tensor(fresh, dtype=torch.int32), non_blocking=True)
+            crowded = {int(i) // VIEWS for i in tight.nonzero()}
+            mine = [g for g in mine if g.first // VIEWS in crowded]
+            table.data[: table.used, 1:].zero_()
+        for g in mine:
+            seen, bad = g.spans(rows[g.first : g.first + VIEWS].tolist(), range(VIEWS))
+            changed = g.plan.adapt(seen)
+            g.misfits += len(bad)
+            g.replays += bool(bad)
+            action = "; ".join(changed) or "reference moved"
+            report += [Misfit(g.producers, VIEW_NAMES[v], action) for v in bad]
+            g.note_limits()
+        if mine:
+            places = torch.tensor([g.first + v for g in mine for v in range(VIEWS)])
+            fresh = torch.tensor([[r, 0, 0, 0] for g in mine for r in g.plan.refs], dtype=torch.int32)
+            table.data.index_copy_(0, places.to(device), fresh.to(device))
     return report

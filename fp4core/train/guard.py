@@ -78,6 +78,7 @@ class CarrierGuard:
             g.plan.spans = [None if span is None else tuple(span) for span in entry["spans"]]
             g.plan.fallbacks, g.calibrated = dict(entry["fallbacks"]), list(entry["calibrated"])
             g.state.copy_(torch.tensor([[ref, 0, 0, 0] for ref in g.plan.refs], dtype=torch.int32))
+            g.note_limits()
 
 
 def step_guard(model: nn.Module, backend: str, device_type: str) -> StepGuard | None:

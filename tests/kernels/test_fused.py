@@ -81,7 +81,7 @@ def test_silu_forward_gives_the_producers_row_view(tokens, features, view):
 def test_silu_backward_gives_every_view(tokens, features, views):
     gate_up, dh = draw(tokens, 2 * features), draw(tokens, features, scale=0.1, seed=1)
     gate, up = gate_up[:, :features], gate_up[:, features:]
-    dgate, dup, h = fused_silu.silu_backward(dh, gate, up, None, None, None, None, None)
+    dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, None, None)
     g64, u64 = gate.double().requires_grad_(), up.double().requires_grad_()
     exact = torch.autograd.grad(F.silu(g64) * u64, (g64, u64), dh.double())
     for got, want in zip((dgate, dup), exact):
@@ -99,6 +99,10 @@ def test_silu_backward_gives_every_view(tokens, features, views):
         assert same(cols[part], want_col), ("dgate", "dup")[i]
     assert same(hs, produced(h, None, h_col, apart[2:])[1])
     assert fused[:, :3].tolist() == apart[[0, 1, 3], :3].tolist()
+    first = states(1)[0]
+    again = fused_silu.silu_gradients(dh, gate, up, h_col, first)
+    assert same(again[0], dgate) and same(again[1], dup) and same(again[2], hs)
+    assert first.tolist() == fused[2].tolist()
 
 
 @pytest.mark.parametrize("features", FEATURES)
