@@ -6,7 +6,7 @@ Every call quantises x, W and dY again, as the first micro-batch of an optimizer
 the faster of two compiled BF16 versions, one product per linear and one per group of linears with the same
 input, timed in the same run. Peers: how others emulate MXFP4 (``peers``), on one linear of 4096 x 14336.
 References are centred and misfits counted as in deferred training; ``misfits`` must be 0 for the numbers to
-mean anything.
+mean anything. ``ceiling`` and ``at_copy`` say what bounds the ratio (``fp4core.bench.floors``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fp4core.bench import common
+from fp4core.bench import common, floors
 from fp4core.bench.workload import GROUPS, ROUTES, GroupData, bf16_joint, bf16_linears, route_spec
 
 
@@ -80,6 +80,7 @@ def measure(tokens: int, routes: list[str], device: torch.device) -> list[dict[s
     """Rows of one token count: every group, then the sum over a block."""
     rows: list[dict[str, Any]] = []
     total: dict[str, dict[str, float]] = {}
+    copy = floors.copy_rate(device)
     for name in GROUPS:
         data = GroupData.make(name, tokens, device)
         base = baseline_ms(data)
@@ -88,13 +89,18 @@ def measure(tokens: int, routes: list[str], device: torch.device) -> list[dict[s
             run.prepare()
             ms = common.time_ms(run, calls=2, replays=7)
             rows.append(_row(tokens, name, route, ms, base, run.misfits()))
-            sums = total.setdefault(route, {"ms": 0.0, "bf16_ms": 0.0, "misfits": 0})
-            sums["ms"] += ms
-            sums["bf16_ms"] += base
-            sums["misfits"] += rows[-1]["misfits"]
+            moved = floors.group_bytes(name, tokens, floors.view_bytes(route))
+            floor = floors.products_ms(data, run.spec)
+            rows[-1] |= floors.ceilings(base, floor, moved, copy)
+            one = {"ms": ms, "bf16_ms": base, "misfits": rows[-1]["misfits"], "floor": floor, "bytes": moved}
+            sums = total.setdefault(route, dict.fromkeys(one, 0))
+            for key, value in one.items():
+                sums[key] += value
         del data
         torch.cuda.empty_cache()
-    rows += [_row(tokens, "block", r, s["ms"], s["bf16_ms"], int(s["misfits"])) for r, s in total.items()]
+    for route, s in total.items():
+        row = _row(tokens, "block", route, s["ms"], s["bf16_ms"], int(s["misfits"]))
+        rows.append(row | floors.ceilings(s["bf16_ms"], s["floor"], s["bytes"], copy))
     return rows
 
 
@@ -148,7 +154,8 @@ def main(argv: list[str]) -> int:
     rows: list[dict[str, Any]] = []
     for tokens in (int(t) for t in options.tokens.split(",")):
         rows += measure(tokens, routes, device)
-        columns = ["tokens", "linears", "route", "ms", "bf16_ms", "ratio", "tflops", "bf16_tflops", "misfits"]
+        columns = ["tokens", "linears", "route", "ms", "bf16_ms", "ratio", "tflops", "bf16_tflops"]
+        columns += ["ceiling", "at_copy", "misfits"]
         print(common.table([r for r in rows if r["tokens"] == tokens], columns), flush=True)
     peer_rows = measure_peers(8192, routes[0], device) if options.peers else []
     if peer_rows:

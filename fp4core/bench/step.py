@@ -8,7 +8,8 @@ Parameters and gradients BF16, no activation checkpointing, cuDNN attention on b
 compiled (``fullgraph=True``), gradients freed before each step. A carrier step encodes all weights once and
 reads the misfit counts once, as training does. ``--head`` adds embedding, final norm, the output head and a
 compiled cross entropy, in BF16 on both sides. Milliseconds are medians over steps, memory is torch's peak of
-allocated bytes.
+allocated bytes. ``ceiling`` and ``at_copy``, without head, say what bounds a route's ratio: its products and
+attention alone, in the same run, and the bytes between them (``fp4core.bench.floors``).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fp4core.bench import common
-from fp4core.bench.workload import ROUTES, config_8b, set_registers
+from fp4core.bench import common, floors
+from fp4core.bench.workload import ROUTES, config_8b, route_spec, set_registers
 
 
 class Step:
@@ -135,6 +136,21 @@ def measure(
     return row
 
 
+def _bounds(route: str, base_ms: float, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What bounds a route's ratio; see ``fp4core.bench.floors``."""
+    from fp4core.ops import carrier_groups
+
+    blocks, tokens = options.blocks, options.sequences * options.length
+    floor = floors.block_floor_ms(
+        route_spec(route), options.sequences, options.length, blocks, device, options.repeats
+    )
+    moved = blocks * floors.block_bytes(tokens, floors.view_bytes(route))
+    carrier_groups.forget()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return floors.ceilings(base_ms, floor, moved, floors.copy_rate(device))
+
+
 def _encoded(model: nn.Module) -> int:
     from fp4core.ops import carrier
 
@@ -166,6 +182,8 @@ def _report(name: str, options: argparse.Namespace) -> int:
             row = measure(route, options, device, head)
             base = base or row
             row |= {"ratio": base["ms"] / row["ms"], "memory_ratio": row["memory_gib"] / base["memory_gib"]}
+            if route is not None and not head:
+                row |= _bounds(route, base["ms"], options, device)
             rows.append(row)
             print(
                 f"{row['route']}{' + head' if head else ''}: {row['ms']:.2f} ms, {row['ratio']:.3f}x, "
@@ -181,6 +199,8 @@ def _report(name: str, options: argparse.Namespace) -> int:
         "memory_gib",
         "memory_ratio",
         "weights_gib",
+        "ceiling",
+        "at_copy",
         "misfits",
     ]
     print(common.table(rows, columns))
