@@ -199,7 +199,8 @@ def downstream(tidy: Tidy) -> Statement | None:
     if len(tested):
         text += f"{len(clear) or 'None'} of {len(tested)} comparisons with BF16 "
         text += "differs" if len(clear) == 1 else "differ"
-        text += " after Holm's correction of the exact McNemar tests"
+        several = len(tidy.seeds) > 1
+        text += f" after Holm's correction of {'t tests over seeds' if several else 'exact McNemar tests'}"
         if len(clear):
             text += ": " + ", ".join(
                 f"{tidy.label(r.route)} on {analysis.TASKS.get(r.task, (r.task,))[0]} "

@@ -210,14 +210,15 @@ def data_downstream(tidy: Tidy) -> pd.DataFrame:
 def caption_downstream(tidy: Tidy) -> str:
     frame = analysis.downstream(tidy)
     frame = frame[frame["primary"]]
+    unit = "seed" if len(tidy.seeds) > 1 else "item"
     sizes = ", ".join(
         f"{analysis.TASKS.get(task, (task,))[0]} {count(int(n), 'item')}"
         for task, n in frame.groupby("task", sort=False)["n"].first().items()
     )  # fmt: skip
     return captions.join(
-        f"Score minus the score of BF16, in percentage points. Top: measured on {sizes}, with 95% paired "
-        "intervals. Bottom: published, one trajectory per route, no interval given. Hollow: the score "
-        "itself is indistinguishable from guessing.",
+        f"Score minus the score of BF16, in percentage points. Top: measured on {sizes}, with 95% intervals "
+        f"paired by {unit}. Bottom: published, one trajectory per route, no interval given. Hollow: the "
+        "score itself is indistinguishable from guessing.",
         captions.setting(tidy),
         captions.seeds(tidy),
         captions.published_setting("table08_downstream"),

@@ -132,6 +132,7 @@ def downstream(tidy: Tidy) -> Table:
                 "difference_interval": (row.difference_low, row.difference_high),
                 "disagree": None if np.isnan(row.disagree) else int(row.disagree),
                 "p": row.p,
+                "p_mcnemar": row.p_mcnemar,
                 "p_holm": row.p_holm,
                 "at_chance": row.at_chance,
                 "published": percent(given),
@@ -171,6 +172,7 @@ def downstream(tidy: Tidy) -> Table:
             Column("difference_interval", "95% paired", "Measured", 1, signed=True, interval=True),
             Column("disagree", "Items that differ", csv_only=True),
             Column("p", "p", csv_only=True),
+            Column("p_mcnemar", "McNemar p, answers of all seeds", csv_only=True),
             Column("p_holm", "p", "Measured", 3, p=True),
             Column("at_chance", "At chance", csv_only=True),
             Column("published", "Score", "Published", 2, best="max"),
@@ -183,15 +185,15 @@ def downstream(tidy: Tidy) -> Table:
         notes=[
             f"{CHANCE} indistinguishable from guessing: the 95% Wilson interval contains the chance score.",
             "acc: accuracy without length normalisation, where the compared score is acc_norm. vs BF16: "
-            "points, paired by item. p: exact McNemar test on the same items, Holm-adjusted over all "
-            "routes and tasks.",
-            *(
-                ["Items of several seeds are pooled for McNemar's test; they are not fully independent."]
+            + (
+                "points, paired by seed. p: paired t test over seeds, Holm-adjusted over all routes and "
+                "tasks."
                 if len(tidy.seeds) > 1
-                else []
+                else "points, paired by item. p: exact McNemar test on the same items, Holm-adjusted over "
+                "all routes and tasks."
             ),
             "Difference: measured minus published, in points. Blank: the reference itself, no such "
-            "metric, or not published.",
+            "metric, no spread to test, or not published.",
         ],
     )
 

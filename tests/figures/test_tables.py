@@ -113,6 +113,27 @@ def test_seeds_bring_intervals_and_paired_tests(tidy_one, tidy_three):
     )
 
 
+def test_scores_of_several_seeds_are_paired_by_seed(tidy_one, tidy_three):
+    """A question asked of three runs is not three questions: the test is over seeds, McNemar only without."""
+    from scipy.stats import ttest_rel
+
+    frame = tidy_three.table("downstream")
+    mine = frame[(frame["task"] == "hellaswag") & (frame["metric"] == "acc_norm")]
+    wide = mine.pivot(index="seed", columns="route", values="value")
+    expected = ttest_rel(wide["mxfp4_sr"], wide["bf16"])
+    table = ENTRIES["table08_downstream"].build(tidy_three)
+    found = {(r["task_name"], r["route"]): r for r in rows(to_csv(table))}["hellaswag", "mxfp4_sr"]
+    assert float(found["p"]) == pytest.approx(expected.pvalue)
+    interval = [100 * end for end in expected.confidence_interval()]
+    ends = [float(found[f"difference_interval_{end}"]) for end in ("low", "high")]
+    assert ends == pytest.approx(interval)
+    assert any("paired t test over seeds" in note for note in table.notes)
+    one = ENTRIES["table08_downstream"].build(tidy_one)
+    tested = [r for r in rows(to_csv(one)) if r["p"]]
+    assert tested and all(r["p"] == r["p_mcnemar"] for r in tested)
+    assert any("exact McNemar" in note for note in one.notes)
+
+
 def test_a_diverged_route_is_blank_and_named(tidy_one):
     table = ENTRIES["table07_endpoint_loss"].build(tidy_one)
     row = rows(to_csv(table))[-1]
