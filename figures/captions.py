@@ -17,7 +17,25 @@ def setting(tidy: Tidy) -> str:
     if meta.get("backend"):
         device += f" ({meta['backend']} backend)"
     parts.append(f"on {device}")
-    return f"Measured in study {meta.get('study', '?')}: {', '.join(parts)}."
+    return join(f"Measured in study {meta.get('study', '?')}: {', '.join(parts)}.", transformer_engine(tidy))
+
+
+def transformer_engine(tidy: Tidy) -> str:
+    """Whether Transformer Engine's routes ran in it or on our own kernels; '' where none was trained."""
+    if not (tidy.has("routes") and tidy.has("runs")):
+        return ""
+    routes = [route.slug for route in tidy.routes if route.implementation == "te"]
+    if not routes:
+        return ""
+    runs = tidy.table("runs")
+    used = sorted(set(runs["backend"][runs["route"].isin(routes)]))
+    if not used:
+        return ""
+    if used == ["te"]:
+        return "TE routes: Transformer Engine itself."
+    where = f"its numerics on this project's {', '.join(b for b in used if b != 'te')} backend"
+    part = ", in part Transformer Engine itself" if "te" in used else ""
+    return f"TE routes: {where}{part}."
 
 
 def seeds(tidy: Tidy, unit: str = "route") -> str:
