@@ -58,7 +58,7 @@ def clip_gradients(model: nn.Module, largest: float) -> float:
     by parameter, some 300 times in a row while the GPU waits. Sums are formed in the same order.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    if not isinstance(grads[0], DTensor):
+    if not grads or not isinstance(grads[0], DTensor):
         return float(nn.utils.clip_grad_norm_(model.parameters(), largest, foreach=True))
     mesh = grads[0].device_mesh
     local = [g.to_local() for g in grads]
