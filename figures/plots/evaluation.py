@@ -21,7 +21,9 @@ def caption_validation(tidy: Tidy) -> str:
     raw = tidy.table("validation")
     paired = int(frame["paired"].max())
     difference = (
-        f"(b) Difference to BF16 on the same {paired:,} sequences, with 95% paired t intervals."
+        "(b) Difference to BF16, paired by seed, with 95% t intervals over seeds."
+        if _by_seed(tidy)
+        else f"(b) Difference to BF16 on the same {paired:,} sequences, with 95% paired t intervals."
         if paired
         else "(b) Difference to BF16; the inputs hold no per-sequence losses, so no interval is known."
     )
@@ -39,6 +41,11 @@ def caption_validation(tidy: Tidy) -> str:
         f"Stream SHA-256 {streams[0][:12]}." if len(streams) == 1 else "",
         captions.diverged(tidy),
     )
+
+
+def _by_seed(tidy: Tidy) -> bool:
+    """Whether differences carry intervals over seeds, as the report's verdicts do; else over sequences."""
+    return len(tidy.seeds) > 1 and bool(analysis.validation(tidy)["seed_p"].notna().any())
 
 
 def _limits(tidy: Tidy, frame: pd.DataFrame, columns: tuple[str, ...]) -> tuple[float, float]:
@@ -79,7 +86,8 @@ def draw_validation(tidy: Tidy) -> Figure:
     style.panel(left, "a")
     if right is not None:
         right.axhline(0, color="black", lw=0.8)
-        columns = ("difference", "difference_low", "difference_high")
+        prefix = "seed_" if _by_seed(tidy) else ""
+        columns = ("difference", f"{prefix}difference_low", f"{prefix}difference_high")
         low, high = _limits(tidy, frame, columns)
         right.set_ylim(min(low, -0.03 * (high - low)), max(high, 0.03 * (high - low)))
         _points(tidy, right, frame, others, gap, columns, looks, value=lambda v: fixed(v, 4, signed=True))

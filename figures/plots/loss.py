@@ -125,7 +125,7 @@ def _zoom_start(curves: dict[str, pd.DataFrame]) -> float:
 
 
 def _bands_note(tidy: Tidy) -> str:
-    return "Bands: 95% t intervals over seeds." if len(tidy.seeds) > 1 else ""
+    return "Bands and bars: 95% t intervals over seeds." if len(tidy.seeds) > 1 else ""
 
 
 def _sparse_note(tidy: Tidy) -> str:
@@ -229,17 +229,12 @@ def draw_loss(tidy: Tidy) -> Figure:
         middle.plot(thin["step"], line, color=look.color, alpha=0.4, lw=0.5)
         guide = _guide(thin["step"], thin["relative"])
         middle.plot(*guide, color=look.color, ls=look.dash, lw=1.1)
-    late = [c.loc[c["step"] >= 0.1 * last, "ema"] for r, c in curves.items() if r in sound]
-    low, high = min(s.min() for s in late), max(s.max() for s in late)
-    left.set_ylim(low - 0.04 * (high - low), high + 0.04 * (high - low))
+    late = [curve[curve["step"] >= 0.1 * last] for route, curve in curves.items() if route in sound]
+    left.set_ylim(_range(*(curve[["ema", "low", "high"]] for curve in late), pad=0.04))
     ends = analysis.endpoint(tidy)
-    shown = [c.loc[c["step"] >= 0.1 * last, "relative"].dropna() for r, c in curves.items() if r in sound]
-    values = np.concatenate(
-        [*shown, -ends.loc[[r for r in sound if r in ends.index], "excess"].dropna(), [0.0]]
-    )
-    low, high = values.min(), values.max()
-    pad = 0.06 * (high - low or 1)
-    middle.set_ylim(low - pad, high + pad)
+    final = -ends.loc[[r for r in sound if r in ends.index], ["excess", "excess_low", "excess_high"]]
+    bands = [curve[["relative", "relative_low", "relative_high"]] for curve in late]
+    middle.set_ylim(_range(*bands, final, [0.0], pad=0.06))
     for axes in (left, middle):
         axes.set_xlim(0, last)
         axes.set_xlabel("optimizer step")
@@ -249,6 +244,14 @@ def draw_loss(tidy: Tidy) -> Figure:
     style.panel(middle, "b")
     _endpoints(tidy, right, middle.get_ylim(), ends, looks)
     return figure
+
+
+def _range(*values: object, pad: float) -> tuple[float, float]:
+    """Limits that hold all finite ``values``, intervals as well as means, and ``pad`` of their span."""
+    found = np.concatenate([np.asarray(part, dtype=float).ravel() for part in values])
+    found = found[np.isfinite(found)]
+    low, high = found.min(), found.max()
+    return low - pad * ((high - low) or 1), high + pad * ((high - low) or 1)
 
 
 def _endpoints(tidy: Tidy, axes, limits: tuple[float, float], ends: pd.DataFrame, looks) -> None:
@@ -299,10 +302,8 @@ def _draw_ends(tidy: Tidy, axes, curves: dict[str, pd.DataFrame], looks, start: 
     last = max(curve["step"].max() for curve in curves.values())
     visible = {route: curve[curve["step"] >= start] for route, curve in curves.items()}
     skip = 0.08 * last if start == 0 else 0.0
-    sound = [visible[r].loc[visible[r]["step"] >= skip, "ema"].dropna() for r in _sound(tidy, curves)]
-    values = np.concatenate(sound)
-    low, high = values.min(), values.max()
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+    sound = [visible[r].loc[visible[r]["step"] >= skip, ["ema", "low", "high"]] for r in _sound(tidy, curves)]
+    axes.set_ylim(_range(*sound, pad=0.05))
     axes.set_xlim(start, last)
     entries = []
     for place, (route, curve) in enumerate(visible.items()):

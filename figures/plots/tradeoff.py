@@ -41,7 +41,7 @@ def caption_speed_quality(tidy: Tidy) -> str:
 
 def draw_speed_quality(tidy: Tidy) -> Figure:
     frame, looks = data_speed_quality(tidy), style.looks(tidy)
-    figure, grid = style.new(style.PAGE, 3.1, 1, 2, margins=(0.46, 0.1, 0.38, 0.22), wspace=0.2)
+    figure, grid = style.new(style.PAGE, 3.1, 1, 2, margins=(0.52, 0.1, 0.38, 0.22), wspace=0.2)
     for axes, source, letter in zip(grid[0], ("measured", "published"), "ab"):
         mine = frame[frame["source"] == source]
         title = f"measured, {tidy.meta.get('device', '')}" if source == "measured" else "published, GB200, 8B"

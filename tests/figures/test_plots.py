@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from figures import labels, schema, style
+from figures import analysis, labels, schema, style
 from figures.__main__ import main
 from figures.data import Tidy
 from figures.labels import overlap, text_boxes
@@ -77,11 +77,34 @@ def test_every_checkpoint_and_interval_is_inside_the_validation_panels(study, re
         limits = [axes.get_ylim() for axes in figure.axes]
         insets = figure.axes[0].child_axes
         plt.close(figure)
-    wanted = (("nll", "low", "high"), ("difference", "difference_low", "difference_high"))
+    over = "seed_" if study == "tidy_three" else ""  # with several seeds the intervals are over seeds
+    wanted = (
+        ("nll", "low", "high"),
+        ("difference", f"{over}difference_low", f"{over}difference_high"),
+    )
+    assert ("over seeds" in ENTRIES["fig09_validation_nll"].caption(tidy)) == (study == "tidy_three")
     for (low, high), columns in zip(limits, wanted):
         values = frame[list(columns)].stack()
         assert low <= values.min() and values.max() <= high
     assert len(insets) == 1 and f"step {frame['step'].max():,}" in insets[0].get_title("left")
+
+
+def test_seed_intervals_are_inside_the_loss_panels(tidy_three):
+    curves = ENTRIES["fig07_training_loss"].data(tidy_three)
+    ends = analysis.endpoint(tidy_three)
+    with plt.rc_context(style.RC):
+        figure = ENTRIES["fig07_training_loss"].draw(tidy_three)
+        left, middle, right = (axes.get_ylim() for axes in figure.axes)
+        plt.close(figure)
+    sound = [route for route, state in tidy_three.status.items() if state != "diverged"]
+    late = curves[(curves["step"] >= 0.1 * curves["step"].max()) & curves["route"].isin(sound)]
+    ends = ends.loc[[route for route in sound if route in ends.index]]
+    for (low, high), (below, above) in (
+        (left, (late["low"].min(), late["high"].max())),
+        (middle, (late["relative_low"].min(), late["relative_high"].max())),
+        (right, (-ends["excess_high"].max(), -ends["excess_low"].min())),
+    ):
+        assert low <= below and above <= high
 
 
 def test_figure_6_draws_the_budget_that_a_gpu_recorded(tmp_path):
