@@ -1,10 +1,11 @@
-"""How a machine runs a route's contractions: natively, exactly by carriers, or on the reference, and why."""
+"""How a machine runs a route's contractions, by whose kernels and why."""
 
 from __future__ import annotations
 
 import torch
 
 from fp4core import formats
+from fp4core.ops import linear as linears
 from fp4core.ops.backends import backends
 from fp4core.recipe import LinearRecipe, Operand, Recipe
 
@@ -40,7 +41,7 @@ def _power_of_two(op: Operand) -> bool:
 
 
 def how(recipe: Recipe, sm: int | None = None) -> str:
-    """One line: how this machine (or one of capability ``sm``) runs the route's linears."""
+    """One line: how this machine (or one of capability ``sm``) runs a route's linears by ``backend: auto``."""
     here = sm is None
     sm = capability() if sm is None else sm
     available = {name for name, b in backends().items() if b.available} if here else _assumed(sm)
@@ -49,13 +50,14 @@ def how(recipe: Recipe, sm: int | None = None) -> str:
         return "BF16 products" if sm else "FP32 products of BF16 operands"
     if recipe.implementation == "te" and "te" in available:
         return "natively, by Transformer Engine"
-    if "native" in available:
-        return "natively, FP4 Tensor Cores"
     if "carrier" not in available:
         return "exactly but slowly, on the reference: " + backends()["carrier"].reason
     names = {"fp8": "FP8", "bf16": "BF16", "plain": "no"}
     parts = {", ".join(f"{c} {names[k[c]]}" for c in _CONTRACTIONS) for k in kinds}
-    return f"exactly, by carriers ({'; '.join(sorted(parts))})"
+    line = f"exactly, by carriers ({'; '.join(sorted(parts))})"
+    if "native" in available and linears.preferred_backend(recipe, "native") == "native":
+        line += "; by FP4 Tensor Cores where the study says backend: native, which has never run"
+    return line
 
 
 def group_recipe(recipe: Recipe, index: int) -> LinearRecipe:

@@ -34,10 +34,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fp4core import formats
 from fp4core.ops import spec as specs
 from fp4core.ops import te_support
 from fp4core.ops.reference_linear import linears as reference_linears
-from fp4core.recipe import LinearRecipe, Recipe
+from fp4core.recipe import LinearRecipe, Recipe, operands
 
 Backend = Callable[[Tensor, list[Tensor], Tensor, str, list[int]], list[Tensor]]
 
@@ -58,7 +59,13 @@ def register_backend(name: str, impl: Backend, device_types: Sequence[str] = ())
 
 
 def preferred_backend(recipe: Recipe, name: str) -> str:
-    """What ``name`` asks for in a route: ``"auto"`` prefers the implementation that the recipe names."""
+    """What ``name`` asks for in a route: ``"auto"`` prefers the implementation that the recipe names.
+
+    No FP4 Tensor Core takes UE5M3 block scales, so ``"native"`` runs those routes on the BF16 carriers.
+    """
+    if name == "native":
+        used = {op.format for group in recipe.groups for _, _, op in operands(group.linear)} - {"bf16"}
+        return "carrier" if any(formats.get(n).block_scale == "ue5m3" for n in used) else name
     return AUTO_TE if name == "auto" and recipe.implementation == "te" else name
 
 

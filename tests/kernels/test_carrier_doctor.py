@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fp4core.ops import linear
 from fp4core.ops.doctor import carriers, group_recipe, how
 from fp4core.recipe import load_recipe
 
@@ -27,12 +28,32 @@ def test_carriers_of_a_route(route, sm, kinds):
     ("route", "sm", "words"),
     [
         ("mxfp4_sr", 90, "exactly, by carriers (fprop FP8, dgrad FP8, wgrad FP8)"),
-        ("mxfp4_sr", 100, "natively, FP4 Tensor Cores"),
+        ("ue5m3", 90, "exactly, by carriers (fprop BF16, dgrad BF16, wgrad BF16)"),
+        (
+            "mxfp4_sr",
+            100,
+            "exactly, by carriers (fprop FP8, dgrad FP8, wgrad FP8); by FP4 Tensor Cores where the study "
+            "says backend: native, which has never run",
+        ),
+        # no FP4 Tensor Core takes its block scales
+        ("ue5m3", 103, "exactly, by carriers (fprop BF16, dgrad BF16, wgrad BF16)"),
+        ("mxfp4_sr", 120, "exactly, by carriers (fprop FP8, dgrad FP8, wgrad FP8)"),
         ("bf16", 90, "BF16 products"),
     ],
 )
 def test_a_line_per_route(route, sm, words):
     assert how(load_recipe(route), sm) == words
+
+
+def test_auto_never_means_what_has_never_run():
+    """The line above and the choice of ``auto`` are one: a GPU of any kind gets the carriers."""
+    assert {linear.preferred_backend(load_recipe(r), "auto") for r in ("mxfp4_sr", "ue5m3", "bf16")} == {
+        "auto"
+    }
+    assert linear.preferred_backend(load_recipe("mxfp4_sr"), "native") == "native"
+    assert linear.preferred_backend(load_recipe("bf16"), "native") == "native"
+    assert linear.preferred_backend(load_recipe("ue5m3"), "native") == "carrier"
+    assert linear.preferred_backend(load_recipe("ue5m3"), "reference") == "reference"
 
 
 def test_without_a_gpu_the_reference_runs_it_and_the_reason_is_given():
