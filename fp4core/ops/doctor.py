@@ -41,7 +41,7 @@ def _power_of_two(op: Operand) -> bool:
 
 
 def how(recipe: Recipe, sm: int | None = None) -> str:
-    """One line: how this machine (or one of capability ``sm``) runs a route's linears by ``backend: auto``."""
+    """One line: how this machine (or one of capability ``sm``) runs a route by ``backend: auto``."""
     here = sm is None
     sm = capability() if sm is None else sm
     available = {name for name, b in backends().items() if b.available} if here else _assumed(sm)
