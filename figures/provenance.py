@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from figures import schema
@@ -21,18 +23,35 @@ RECORDS = (
     "dgrad/*.json",
     "output_head/*.json",
     "boundary/*.json",
+    "traces/*.json",
 )
+# tidy table -> the records that it is collected from; tables of recipes and formats have none
+MADE_OF = {
+    "losses": "runs/*/s*/summary.json",
+    "endpoint": "runs/*/s*/summary.json",
+    "throughput": "probes/*/*.json",
+    "validation": "validation/*/*/step-*.json",
+    "downstream": "downstream/*/*.json",
+    "dgrad": "dgrad/*.json",
+    "boundary": "boundary/*.json",
+    "scale_rounding": "traces/*.json",
+    "execution_routes": "traces/*.json",
+    "scaling_domains": "traces/*.json",
+    "weight_2d": "traces/*.json",
+}
 MOST_SHOWN = 64 * 1024
 
 
 @dataclass(frozen=True)
 class Record:
-    """One file: path below its directory, bytes, SHA-256, and for run manifests the parsed content."""
+    """One file: path below its directory, bytes, SHA-256, the command that wrote it where it says so, and
+    for run manifests the parsed content."""
 
     path: str
     size: int
     sha256: str
     content: dict | None = None
+    command: str = ""
 
     @property
     def pretty(self) -> str:
@@ -50,19 +69,26 @@ def records(results: Path) -> list[Record]:
     found = []
     for pattern in RECORDS:
         for path in sorted(results.glob(pattern)):
-            content = None
-            if path.name == "manifest.json" and path.stat().st_size <= MOST_SHOWN:
-                try:
-                    content = json.loads(path.read_text(encoding="utf-8"))
-                except ValueError as error:
-                    raise schema.TidyError(f"{path} is not valid JSON: {error}") from None
-            name = path.relative_to(results).as_posix()
-            found.append(
-                Record(
-                    name, path.stat().st_size, digest(path), content if isinstance(content, dict) else None
-                )
-            )
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise schema.TidyError(f"{path} is not valid JSON: {error}") from None
+            content = content if isinstance(content, dict) else {}
+            name, size = path.relative_to(results).as_posix(), path.stat().st_size
+            shown = content if path.name == "manifest.json" and size <= MOST_SHOWN else None
+            found.append(Record(name, size, digest(path), shown, str(content.get("command") or "")))
     return found
+
+
+def commands(found: list[Record], tables: Iterable[str]) -> list[tuple[str, int]]:
+    """(command, records it stands for) of every stage behind ``tables``: the first record's command of each
+    kind, since the others differ in route and seed alone."""
+    told = []
+    for pattern in dict.fromkeys(MADE_OF[name] for name in tables if name in MADE_OF):
+        mine = [record for record in found if fnmatch(record.path, pattern) and record.command]
+        if mine:
+            told.append((mine[0].command, len(mine)))
+    return told
 
 
 def tidy_files(directory: Path) -> list[Record]:

@@ -11,6 +11,7 @@ import base64
 import re
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
@@ -20,6 +21,9 @@ from figures.numbers import count
 from figures.schema import MissingTable
 from figures.tables import TABLES
 from figures.tables.render import to_csv, to_html
+
+if TYPE_CHECKING:
+    from figures.plots import Entry
 
 TEMPLATES = Path(__file__).with_name("templates")
 LARGEST_SVG = 900_000
@@ -74,6 +78,7 @@ def build(tidy: Tidy, results: Path, *, partial: bool = False) -> str:
                     "csv": data_uri(to_csv(table), "text/csv"),
                 }
             )
+    records = provenance.records(results)
     figures = []
     for entry in drawn:
         if entry.name in undrawn:
@@ -86,11 +91,13 @@ def build(tidy: Tidy, results: Path, *, partial: bool = False) -> str:
                 "image": image(results / "figures", entry.name),
                 "width": "wide" if is_wide(results / "figures" / f"{entry.name}.svg") else "narrow",
                 "csv": data_uri(entry.data(tidy).to_csv(index=False, lineterminator="\n"), "text/csv"),
-                "command": command(tidy, results, entry.name),
+                "commands": [
+                    *provenance.commands(records, entry.needs),
+                    *last_commands(tidy, results, entry),
+                ],
             }
         )
     glance = headline.headline(tidy)
-    records = provenance.records(results)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -176,16 +183,20 @@ def is_wide(svg: Path) -> bool:
     return found is None or float(found.group(1)) > 72 * 4.5
 
 
-def command(tidy: Tidy, results: Path, name: str) -> str:
-    """The command that redraws a figure."""
-    words = [
-        "python",
-        "-m",
-        "figures",
-        "plots",
-        "--tidy",
-        str(tidy.directory),
+def last_commands(tidy: Tidy, results: Path, entry: Entry) -> list[tuple[str, int]]:
+    """(command, 1) of collecting, where there are runs to collect, and of drawing."""
+    study, words = tidy.meta.get("study", ""), ["python", "-m"]
+    collect = [
+        *words,
+        "eval",
+        "collect",
+        "--study",
+        study,
+        "--logs",
+        str(results),
         "--out",
-        str(results / "figures"),
+        str(tidy.directory),
     ]
-    return shlex.join([*words, "--only", name.split("_")[0]])
+    draw = [*words, "figures", "plots", "--tidy", str(tidy.directory), "--out", str(results / "figures")]
+    collected = [collect] if any(results.glob("runs/*/s*/manifest.json")) else []
+    return [(shlex.join(one), 1) for one in (*collected, [*draw, "--only", entry.name.split("_")[0]])]

@@ -40,6 +40,8 @@ def results(one) -> Path:
         folder.mkdir(parents=True)
         manifest = {"route": route, "seed": 1, "recipe_hash": "0123456789ab", "commit": "feed", "dirty": True}
         folder.joinpath("manifest.json").write_text(json.dumps(manifest))
+        summary = {"command": f"python -m fp4core train --route {route}"}
+        folder.joinpath("summary.json").write_text(json.dumps(summary))
     assert main(["tables", "--tidy", str(one), "--out", str(root / "tables")]) == 0
     assert main(["plots", "--tidy", str(one), "--out", str(root / "figures")]) == 0
     out = root / "report.html"

@@ -102,6 +102,27 @@ def test_provenance_lists_manifests_and_hashes(html, results, one):
     assert hashlib.sha256(manifest.read_bytes()).hexdigest() in html
 
 
+def test_every_figure_names_the_commands_behind_it(html):
+    """From the record of the stage to the drawing; the manifest's own command is in the list of records."""
+    for entry in FIGURES:
+        shown = html.split(f'<figure id="{entry.name}">')[1].split("</figure>")[0]
+        assert f"--only {entry.name.split('_')[0]}</code>" in shown
+        assert "python -m eval collect --study synthetic" in shown
+    loss = html.split('<figure id="fig07_training_loss">')[1].split("</figure>")[0]
+    assert "python -m fp4core train --route bf16" in loss
+    assert loss.index("fp4core train") < loss.index("eval collect") < loss.index("figures plots")
+    assert "one of 2 records of its kind" in loss
+
+
+def test_a_record_that_is_no_json_is_one_error(tmp_path):
+    from figures import provenance, schema
+
+    (tmp_path / "dgrad").mkdir()
+    (tmp_path / "dgrad" / "s0.json").write_text("{")
+    with pytest.raises(schema.TidyError, match=r"s0\.json is not valid JSON"):
+        provenance.records(tmp_path)
+
+
 def test_report_is_the_same_twice(results, one, tmp_path, html):
     again = tmp_path / "report.html"
     assert main(["report", "--tidy", str(one), "--results", str(results), "--out", str(again)]) == 0
