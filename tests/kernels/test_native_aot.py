@@ -65,6 +65,23 @@ def test_producers_fit_and_convert_in_hardware(target: str, only: str) -> None:
         assert row["instructions"] == wanted, row
 
 
+def test_what_a_chip_cannot_take_is_a_problem() -> None:
+    build = next(aot.gemms(100))
+    ptx = " ".join(build.needs)
+    fits = {"registers": 255, "stack_bytes": 0, "shared_bytes": 227 * 1024, "tmem_columns": 512, "warps": 8}
+    assert aot._problems(build, ptx, fits) == []
+    for name, value, text in (
+        ("registers", 256, "registers 256, at most 255"),
+        ("stack_bytes", 8, "stack_bytes 8, at most 0"),  # a spilled register
+        ("shared_bytes", 227 * 1024 + 1, "at most 232448"),
+        ("tmem_columns", 513, "at most 512"),
+        ("warps", 12, "registers of 12 warps 98304, at most 65536"),
+    ):
+        found = aot._problems(build, ptx, {**fits, name: value})
+        assert len(found) == 1 and text in found[0]
+    assert aot._problems(build, "", fits) == [f"no {need} in the PTX" for need in build.needs]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("only", ["gemm", "producer-te-dy", "producer-hybrid-dy-h32"])
 def test_the_same_sources_compile_where_they_are_emulated(only: str) -> None:

@@ -38,6 +38,7 @@ TARGETS = (100, 103)
 WITHOUT_FP4 = 90
 # what one SM of sm_90, sm_100 and sm_103 has (Tensor Memory: the last two)
 REGISTERS, SHARED_BYTES, TMEM_COLUMNS = 255, 227 * 1024, 512
+REGISTER_FILE = 65536  # of a processor, given out to each warp in units of 8 per lane
 _SR = "stochastic"
 
 
@@ -203,6 +204,9 @@ def _problems(build: Build, ptx: str, found: dict[str, Any]) -> list[str]:
     ):
         if found[name] > limit:
             problems.append(f"{name} {found[name]}, at most {limit}")
+    taken = -(-found["registers"] // 8) * 8 * 32 * found["warps"]
+    if taken > REGISTER_FILE:
+        problems.append(f"registers of {found['warps']} warps {taken}, at most {REGISTER_FILE}")
     return problems
 
 
