@@ -128,7 +128,7 @@ def dual_kernel(
     base = x_ptr + token.to(tl.int64) * (K // 2) + feature // 2
     rows = M - token
     words = K // 2 - feature // 2
-    KEEP: tl.constexpr = "evict_last" if ROW_T else ""
+    KEEP: tl.constexpr = 1 if ROW_T else 0
     w = load_any(base, K // 2, G, W, VEC, one, rows, words, FP32, MASKED, ASM, T, 0, KEEP)
     # loads may not move past a barrier: without it the compiler spreads them among the arithmetic to save
     # registers, and too few are in flight
@@ -209,7 +209,7 @@ def dual_kernel(
             piece = base + start * (K // 2)
             left = rows - start
             wp = load_any(
-                piece, K // 2, G, W, VEC, one, left, words, FP32, MASKED, ASM, ROW_T, T, "evict_first"
+                piece, K // 2, G, W, VEC, one, left, words, FP32, MASKED, ASM, ROW_T, T, 2
             )
             if ROW_SR:
                 drawn = random_words_of(

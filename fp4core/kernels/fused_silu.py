@@ -258,8 +258,8 @@ def silu_gradients_kernel(
     feature = pf * (2 * W)
     place = token.to(tl.int64) * GU + pf * W
     flat = token.to(tl.int64) * (F // 2) + pf * W
-    g = load_words(g_ptr + place, GU, G, W, VEC, one, 32, 0, "evict_last")
-    u = load_words(u_ptr + place, GU, G, W, VEC, one, 32, 0, "evict_last")
+    g = load_words(g_ptr + place, GU, G, W, VEC, one, 32, 0, 1)
+    u = load_words(u_ptr + place, GU, G, W, VEC, one, 32, 0, 1)
     h = turn_words(2, u, g, u, ASM)
     if RULE == "none":
         store_rows(h_ptr + flat, h, F // 2, VEC, one)
@@ -271,10 +271,10 @@ def silu_gradients_kernel(
     for part in range((32 // P) * one):
         start = part * P
         again = place + start * GU
-        gp = load_words(g_ptr + again, GU, G, W, VEC, one, P, 32, "evict_first")
-        up = load_words(u_ptr + again, GU, G, W, VEC, one, P, 32, "evict_first")
+        gp = load_words(g_ptr + again, GU, G, W, VEC, one, P, 32, 2)
+        up = load_words(u_ptr + again, GU, G, W, VEC, one, P, 32, 2)
         here = flat + start * (F // 2)
-        bp = load_words(dh_ptr + here, F // 2, G, W, VEC, one, P, 32, "evict_first")
+        bp = load_words(dh_ptr + here, F // 2, G, W, VEC, one, P, 32, 2)
         store_rows(dg_ptr + here, turn_words(0, bp, gp, up, ASM), F // 2, VEC, one, 32)
         store_rows(du_ptr + here, turn_words(1, bp, gp, up, ASM), F // 2, VEC, one, 32)
 

@@ -54,16 +54,17 @@ def load_words(
     one,
     T: tl.constexpr = 32,
     SPAN: tl.constexpr = 0,
-    KEEP: tl.constexpr = "",
+    KEEP: tl.constexpr = 0,
 ):
     """Words [G, T, W] of a row-major BF16 matrix, from int32 pointer ``base`` (the tile's first word).
 
     STRIDE: words per row. VEC: words per thread along a row. SPAN: tokens from one group to the next, T where
-    0. KEEP: eviction policy, for a tile that the kernel reads twice. ``one`` is an int32 argument of value 1
-    that the compiler must not specialise (``do_not_specialize``): it hides the contiguity that would pull a
-    row's words into fewer lanes.
+    0. KEEP: for a tile that the kernel reads twice, 1 in the first reading and 2 in the last (eviction
+    policies). ``one`` is an int32 argument of value 1 that the compiler must not specialise
+    (``do_not_specialize``): it hides the contiguity that would pull a row's words into fewer lanes.
     """
-    return tl.load(_row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN), eviction_policy=KEEP)
+    POLICY: tl.constexpr = ("", "evict_last", "evict_first")[KEEP]
+    return tl.load(_row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN), eviction_policy=POLICY)
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def load_any(
     ASM: tl.constexpr,
     T: tl.constexpr = 32,
     SPAN: tl.constexpr = 0,
-    KEEP: tl.constexpr = "",
+    KEEP: tl.constexpr = 0,
 ):
     """Words of a BF16 matrix (int32 pointer) or of an FP32 one (int64 pointer, two values), rounded to BF16.
 
@@ -92,7 +93,8 @@ def load_any(
         t = tl.arange(0, T)[None, :, None]
         real = (tl.arange(0, W)[None, None, :] < words) & (g * (SPAN if SPAN else T) + t < rows)
         where = _row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN)
-        w = tl.load(where, mask=real, other=0, eviction_policy=KEEP)
+        POLICY: tl.constexpr = ("", "evict_last", "evict_first")[KEEP]
+        w = tl.load(where, mask=real, other=0, eviction_policy=POLICY)
     else:
         w = load_words(base, STRIDE, G, W, VEC, one, T, SPAN, KEEP)
     if FP32:

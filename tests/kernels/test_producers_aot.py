@@ -52,7 +52,7 @@ CASES = {
     "cta": (
         {"ROW": "nv_cta", "COL": "nv_cta", "ROW_CARRIER": "bf16", "COL_CARRIER": "bf16", "COL_KEPT": True,
          "COL_HADAMARD": "fixed16", "ROW_STRIDE": 2048, "T": 16, "ROW_T": 8},
-        ("F2FP", "MUFU.RCP", "LDG.E.64"), 7000,
+        ("F2FP", "MUFU.RCP", "LDG.E.EL.64"), 7000,
     ),
 }  # fmt: skip
 

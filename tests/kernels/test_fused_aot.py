@@ -1,0 +1,99 @@
+"""Every fused kernel compiles for sm_90 without a GPU, as the launchers call it, and stays within limits.
+
+The interpreter takes Python that the compiler refuses, and knows nothing of registers and code size. In a
+process of its own: kernels imported for the interpreter cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = r"""
+import json, re, subprocess, sys, tempfile
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from fp4core.kernels import fused_norm, fused_rope, fused_silu
+
+FLOATS = {"weight_ptr", "rstd_ptr", "dw_ptr", "planes_ptr", "table_ptr", "eps"}
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+for case, module, name, constants in json.loads(sys.argv[1]):
+    kernel = getattr({"norm": fused_norm, "rope": fused_rope, "silu": fused_silu}[module], name)
+    signature = {}
+    for argument in kernel.arg_names:
+        base = "fp32" if argument in FLOATS else "i64" if argument == "sr_ptr" else "i32"
+        pointer = argument.endswith(("ptr", "state"))
+        signature[argument] = "constexpr" if argument in constants else "*" * pointer + base
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(kernel.arg_names)
+        if n not in constants and (n.endswith(("ptr", "state")) or n in ("T", "S"))
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "k.cubin"
+        cubin.write_bytes(made.asm["cubin"])
+        command = [tool, "-res-usage", "-sass", cubin]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", done.stdout).groups())
+    length = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", done.stdout, re.MULTILINE))
+    print(json.dumps([case, registers, stack, length, made.metadata.shared]))
+"""
+TILE = {"ASM": True, "G": 4, "W": 64, "VEC": 2}
+MX = {"RULE": "mx_ceil"}
+H32 = {"HADAMARD": "fixed32"}
+NORM = {"HIDDEN": 4096, "RESIDUAL": True, "Y_RULE": "mx_ceil", "Y_COL": "e4m3", "ASM": True, "G": 4, "W": 64}
+PLAIN = {"RULE": "none", "ROW": "bf16", "SR": False, "COL": "bf16", "HADAMARD": "none"}
+VIEWS = {"ROW": "e5m2", "SR": True, "COL": "e5m2"} | MX
+SILU = {"F": 14336, "GU": 14336} | TILE
+ROPE = {"TOKEN_STRIDE": 2048, "N": 4096, "HEADS": 32, "PER_PROGRAM": 8, "ROTATE": True, "ASM": True, "G": 4}
+CASES = [
+    ("silu forward", "silu", "silu_forward_kernel", SILU | MX | {"CARRIER": "e5m2"}),
+    ("silu gradients", "silu", "silu_gradients_kernel", SILU | MX | H32 | {"H_COL": "e4m3", "P": 8}),
+    ("silu single", "silu", "silu_backward_kernel", SILU | VIEWS | H32 | {"H_COL": "e4m3"}),
+    (
+        "norm forward",
+        "norm",
+        "norm_forward_kernel",
+        {"HIDDEN": 4096, "RESIDUAL": True, "CARRIER": "e5m2", "ASM": True, "R": 2, "W": 2048} | MX,
+    ),
+    ("norm backward", "norm", "norm_backward_kernel", NORM | PLAIN | {"Y_HADAMARD": "fixed32"}),
+    (
+        "norm single",
+        "norm",
+        "norm_backward_kernel",
+        NORM | VIEWS | {"Y_HADAMARD": "none", "HADAMARD": "none"},
+    ),
+    (
+        "rope forward",
+        "rope",
+        "rope_forward_kernel",
+        {"N": 6144, "HEADS": 40, "PER_PROGRAM": 8, "ASM": True, "G": 4, "VEC": 2},
+    ),
+    ("rope backward", "rope", "rope_backward_kernel", ROPE | PLAIN | {"VEC": 2}),
+    ("rope single", "rope", "rope_backward_kernel", ROPE | VIEWS | H32 | {"VEC": 2}),
+]
+
+
+def test_fused_kernels_compile_for_hopper() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(CASES)], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [m[0] for m in made] == [c[0] for c in CASES]
+    for case, registers, stack, length, shared in made:
+        assert registers <= 255 and shared <= 64 * 1024, case
+        # beyond 8000 instructions (128 KB) a kernel falls out of the instruction cache
+        assert length < 8000, (case, length)
+        if "single" not in case and case != "norm backward":
+            assert stack == 0, f"{case}: {stack} bytes of spills at {registers} registers"
