@@ -244,6 +244,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--measured", type=Path, default=RESULTS, help="folder of measured benchmark records")
     parser.add_argument("--out", type=Path, help="also write everything as JSON")
     options = parser.parse_args(argv)
+    if options.measured != RESULTS and not options.measured.is_dir():
+        raise ValueError(
+            f"--measured {options.measured}: no such folder; needed one with records of `bench step`"
+        )
     found = record(options.measured, options.chip or list(CHIPS))
     print(report(found))
     if options.out:

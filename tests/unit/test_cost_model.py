@@ -270,6 +270,12 @@ def test_command_line_writes_json_and_needs_neither_torch_nor_a_gpu(tmp_path: Pa
     assert {row["chip"] for row in written["predictions"]} == {"B300"}
 
 
+def test_a_folder_of_records_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--measured .*nothing: no such folder"):
+        cost_model.main(["--measured", str(tmp_path / "nothing")])
+    cost_model.main(["--measured", str(tmp_path), "--chip", "H200"])  # none measured there: nothing compared
+
+
 def test_published_rates_are_needed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="calibrated on the published rates of a checkout"):
         cost_fit.published(tmp_path / "none.csv")
