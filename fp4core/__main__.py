@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"error: unknown command {name!r}{nearest(name, COMMANDS)}\n{usage()}", file=sys.stderr)
         return EXIT_INPUT
-    from fp4core.train.errors import EchoedError, RunError, StopEarly
+    from fp4core.train.errors import EchoedError, EchoedRunError, RunError, StopEarly
 
     try:
         return importlib.import_module(COMMANDS[name][0]).main(rest)
@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_STOPPED
     except EchoedError:
         return EXIT_INPUT
+    except EchoedRunError:
+        return EXIT_RUN
     except ValueError as error:
         return _fail(str(error), EXIT_INPUT)
     except (RunError, OSError) as error:

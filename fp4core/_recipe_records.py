@@ -146,6 +146,7 @@ class MetricsRow:
     seconds: float = entry(doc="of this step", min=0)
     memory_gib: float = entry(doc="peak of the first device, or of the process on a CPU", min=0)
     time_utc: float = entry(doc="seconds since 1970")
+    replays: int | None = entry(None, doc="steps so far that were made again to be exact", min=0)
 
 
 RECORDS = {

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from fp4core.ops.convert import convert
 from fp4core.recipe import ModelConfig, Recipe
 
 _STD = 0.02
+_NOTE_SECONDS = 5.0
 
 
 def build_model(
@@ -38,19 +43,25 @@ def build_model(
     return model if torch.device(device).type == "meta" else materialise(model, device, seed)
 
 
-def materialise(model: Llama, device: torch.device | str, seed: int | None) -> Llama:
+def materialise(
+    model: Llama,
+    device: torch.device | str,
+    seed: int | None,
+    *,
+    note: Callable[[str], None] | None = None,
+) -> Llama:
     """Allocate a meta model (sharded or not) on ``device``, and initialise it unless ``seed`` is None."""
     model.to_empty(device=device)
     for module in model.modules():
         if "sr_state" in module._buffers:
             module.sr_state = torch.zeros(3, dtype=torch.int64, device=device)
     if seed is not None:
-        init_weights(model, seed)
+        init_weights(model, seed, note=note)
     return model
 
 
 @torch.no_grad()
-def init_weights(model: Llama, seed: int) -> None:
+def init_weights(model: Llama, seed: int, *, note: Callable[[str], None] | None = None) -> None:
     """Fill every parameter from ``seed``: the same values on every device, in every order and sharding.
 
     torchtitan's Llama initialisation. The report's first loss points to it: 12.256 at step 1 (published
@@ -60,21 +71,50 @@ def init_weights(model: Llama, seed: int) -> None:
         norms 1 · embedding N(0, 1) (0.02 when tied) · head std hidden^-0.5, truncated at 3 std
         q k v gate std 0.02 · o up down of block l (from 0) std 0.02 / sqrt(2 (l + 1))
 
-    Each parameter has a CPU generator keyed by the SHA-256 of (seed, name).
+    Each parameter has a CPU generator keyed by the SHA-256 of (seed, name), so that they are drawn side by
+    side, each whole by one thread, on the cores that this process may use. Every rank draws every tensor and
+    keeps its shard; as many tensors as threads exist at once. ``note`` is told how far it has come, every few
+    seconds. The numbers are those of torch's CPU generator and of its ``trunc_normal_`` for the head.
     """
+    waiting = []
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             parameter.fill_(1.0)
-            continue
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        std = init_std(model.config, name)
-        values = torch.empty(parameter.shape)
-        if name == "lm_head.weight":
-            nn.init.trunc_normal_(values, 0.0, std, -3 * std, 3 * std, generator=generator)
         else:
-            values.normal_(0.0, std, generator=generator)
-        _fill(parameter, values)
+            waiting.append((name, parameter))
+    waiting.sort(key=lambda entry: entry[1].numel())  # the largest first, from the end
+    total, drawn, noted = sum(p.numel() for _, p in waiting), 0, time.monotonic()
+    threads = _threads()
+    with ThreadPoolExecutor(threads, "init") as pool:
+        running: dict[Future[Tensor], nn.Parameter] = {}
+        while waiting or running:
+            while waiting and len(running) < threads:
+                name, parameter = waiting.pop()
+                std = init_std(model.config, name)
+                running[pool.submit(_draw, seed, name, parameter.shape, std)] = parameter
+            for done in wait(running, return_when=FIRST_COMPLETED).done:
+                parameter = running.pop(done)
+                _fill(parameter, done.result())
+                drawn += parameter.numel()
+            if note is not None and time.monotonic() - noted > _NOTE_SECONDS:
+                noted = time.monotonic()
+                note(f"drawing initial weights: {drawn / 1e9:.2f} of {total / 1e9:.2f} billion")
+
+
+def _draw(seed: int, name: str, shape: torch.Size, std: float) -> Tensor:
+    """FP32 values of the matrix ``name``, a function of the arguments alone."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    values = torch.empty(shape)
+    if name == "lm_head.weight":
+        return nn.init.trunc_normal_(values, 0.0, std, -3 * std, 3 * std, generator=generator)
+    return values.normal_(0.0, std, generator=generator)
+
+
+def _threads() -> int:
+    """Cores of this process: those of the machine that it may use, shared with the other ranks here."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def init_std(config: ModelConfig, name: str) -> float:

@@ -29,11 +29,12 @@ TIMEOUT = datetime.timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run."""
+    """This process among those of the run. `group` None: the default process group."""
 
     rank: int
     size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -42,7 +43,14 @@ class World:
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.size > 1:
-            dist.barrier()
+            dist.barrier(group=self.group)
+
+    def aside(self) -> World:
+        """The same ranks with a gloo group of their own, for a thread that talks beside training."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        return World(self.rank, self.size, torch.device("cpu"), group)
 
     def reduce(self, *values: float, op: str = "sum") -> list[float]:
         """Sum or maximum of each value over the ranks, in FP64."""
@@ -50,7 +58,7 @@ class World:
             return list(values)
         kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, kinds[op])
+        dist.all_reduce(tensor, kinds[op], group=self.group)
         return tensor.tolist()
 
     def gather(self, record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -60,12 +68,12 @@ class World:
         payload = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8, device=self.device)
         length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
-        dist.all_gather(lengths, length)
+        dist.all_gather(lengths, length, group=self.group)
         longest = max(int(n) for n in lengths)
         padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
         padded[: len(payload)] = payload
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
+        dist.all_gather(parts, padded, group=self.group)
         texts = [bytes(p[: int(n)].tolist()) for p, n in zip(parts, lengths, strict=True)]
         return [json.loads(text) for text in texts]
 

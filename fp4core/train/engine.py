@@ -81,13 +81,15 @@ class Engine:
         activation_checkpoint: str | None = None,
         head_chunk: int | None = None,
         initialise: Callable[[nn.Module], None] | None = None,
+        note: Callable[[str], None] | None = None,
     ) -> None:
         """See the module. `local_batch` and `activation_checkpoint` replace the study's.
 
         Args:
             head_chunk: tokens whose logits exist at once (default: the model's own).
-            initialise: fills the weights instead of `init_weights`, for measurements that need no particular
-                ones.
+            initialise: fills the weights instead of `init_weights`: where they are read afterwards, or for
+                measurements that need no particular ones.
+            note: told how far the drawing of a large model's weights has come.
         """
         train = study.train
         self.study, self.recipe, self.seed, self.world, self.stream = study, recipe, seed, world, stream
@@ -104,7 +106,7 @@ class Engine:
         sharded = shard(
             model, world, gather=train.gather, keep_gathered=train.keep_gathered, replicas=train.replicas
         )
-        self.model = materialise(sharded, world.device, seed if initialise is None else None)
+        self.model = materialise(sharded, world.device, seed if initialise is None else None, note=note)
         if initialise is not None:
             initialise(self.model)
         self.optimizer = make_optimizer(

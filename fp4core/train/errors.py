@@ -27,3 +27,7 @@ class Diverged(RunError):
 
 class EchoedError(ValueError):
     """Another rank's error, which that rank reports."""
+
+
+class EchoedRunError(RunError):
+    """A run that cannot go on because of another rank, which says why."""

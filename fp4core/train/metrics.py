@@ -6,7 +6,8 @@ goes on from: no step is missing and none is doubled.
 
 Columns: step (int64) · loss (mean nats per token of the global batch) · grad_norm (before clipping) · lr ·
 tokens (seen so far, int64) · tokens_per_s (all devices) · seconds (of the step) · memory_gib (peak of the
-slowest rank's device, resident set on a CPU) · time_utc (seconds since 1970).
+slowest rank's device, resident set on a CPU) · time_utc (seconds since 1970) · replays (int64: steps of the
+run so far that were made again because an operand did not fit its carrier; a step has one row all the same).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ SCHEMA = pa.schema(
         ("seconds", pa.float64()),
         ("memory_gib", pa.float64()),
         ("time_utc", pa.float64()),
+        ("replays", pa.int64()),
     ]
 )
 FLUSH_SECONDS = 5.0

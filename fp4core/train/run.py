@@ -8,14 +8,13 @@ stay), RunError (anything else that a run cannot go on from).
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
+from torch import nn
 
 from fp4core.model.arithmetic import count_parameters
 from fp4core.ops.linear import preferred_backend, resolve_backend
@@ -24,26 +23,32 @@ from fp4core.records import envelope, read_json
 
 from .checkpoint import Checkpoints
 from .diagnose import first_bad_tensor
-from .distributed import World, device_record, is_lost_rank, peak_memory_gib
+from .distributed import World, device_record, peak_memory_gib
 from .engine import Engine, Split, StepResult
-from .errors import Diverged, EchoedError, RunError, StopEarly
+from .errors import Diverged, StopEarly
+from .events import Events, need_tensorboard
 from .lock import run_lock
 from .metrics import Metrics
 from .progress import Progress
 from .rundir import FAILURE_SCHEMA, MANIFEST_SCHEMA, SUMMARY_SCHEMA, Identity, RunDir
 from .shards import check_data, open_training
 from .stopping import StopWish
+from .together import one_line_errors, together
 from .utilisation import mfu
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to train and how far: to step `until` (None: the end) within `max_seconds` of process age."""
+    """What to train and how far: to step `until` (None: the end) within `max_seconds` of process age.
+
+    `tensorboard` writes events even where the study does not ask for them.
+    """
 
     run: RunDir
     until: int | None = None
     max_seconds: float | None = None
     on_mismatch: Literal["archive", "refuse"] = "archive"
+    tensorboard: bool = False
 
     def target(self) -> int:
         """Last step of this call. ValueError when `until` is outside the run."""
@@ -51,6 +56,11 @@ class Request:
         if self.until is not None and not 1 <= self.until <= steps:
             raise ValueError(f"--until {self.until} is outside the run's steps 1 to {steps}")
         return self.until or steps
+
+    @property
+    def events(self) -> bool:
+        """Whether TensorBoard events are written."""
+        return self.tensorboard or self.run.study.train.tensorboard
 
 
 def train(request: Request, *, world: World) -> Path:
@@ -61,10 +71,12 @@ def train(request: Request, *, world: World) -> Path:
     """
     target, run = request.target(), request.run
     with contextlib.ExitStack() as stack:
-        with _together(world):
+        with together(world):
             if world.first:
                 settings = run.study.train
                 Split.of(global_batch=settings.global_batch, local_batch=settings.local_batch, world=world)
+                if request.events:
+                    need_tensorboard()
                 stack.enter_context(run_lock(run.path))
                 archived = run.settle(run.identity(), on_mismatch=request.on_mismatch)
                 run.path.mkdir(parents=True, exist_ok=True)
@@ -73,8 +85,12 @@ def train(request: Request, *, world: World) -> Path:
                     print(archived, flush=True)
         if run.finished():
             return run.file("summary.json")
-        with _one_line_errors(world):
-            return _Trajectory(request, world, run.identity()).train(target)
+        with one_line_errors(world):
+            trajectory = _Trajectory(request, world, run.identity())
+            try:
+                return trajectory.train(target)
+            finally:
+                trajectory.checkpoints.close()
 
 
 class _Trajectory:
@@ -85,46 +101,72 @@ class _Trajectory:
         self.request, self.world, self.run, self.study, self.identity = request, world, run, study, identity
         record = check_data(run.data, share=(world.rank, world.size))
         stream = open_training(run.data, record, sequence=study.train.sequence)
-        self.engine = Engine(study, run.recipe, run.seed, world=world, stream=stream)
-        self.device = device_record(world.device)
-        self.metrics = Metrics(run.file("metrics.parquet") if world.first else None)
+        self.title = f"{run.recipe.route} s{run.seed}"
         self.checkpoints = Checkpoints(
             run.file("checkpoints"),
             world=world,
             retained=frozenset(study.all_cuts),
             keep_last=study.train.keep_last,
+            beside=study.train.async_checkpoint,
         )
+        self.start = self.checkpoints.newest(self._say)
+        self.engine = Engine(
+            study,
+            run.recipe,
+            run.seed,
+            world=world,
+            stream=stream,
+            # a checkpoint fills every weight: nothing is drawn that would be overwritten
+            initialise=None if self.start is None else _leave,
+            note=self._say,
+        )
+        self.device = device_record(world.device)
+        self.metrics = Metrics(run.file("metrics.parquet") if world.first else None)
         self.backend = resolve_backend(preferred_backend(run.recipe, study.backend), world.device.type)
-        self.wall_s = self.save_seconds = 0.0
+        self.wall_s = 0.0
+        self.replays = 0
+
+    def _say(self, line: str) -> None:
+        if self.world.first:
+            print(f"{self.title} {line}", flush=True)
 
     def train(self, target: int) -> Path:
-        title = f"{self.run.recipe.route} s{self.run.seed}"
         log = self.run.file("run.log") if self.world.first else None
-        start = self._resume(lambda line: print(f"{title} {line}", flush=True))
+        start = self._resume()
         if self.world.first:
             self.run.write_manifest(self._head(MANIFEST_SCHEMA), self.identity, self._geometry(start))
         if start >= target:
             return self._record(start, target)
-        progress = Progress(title=title, total=target, first=start, log=log, quiet=not self.world.first)
-        with progress, StopWish(self.request.max_seconds) as wish:
+        events = self.run.file("tensorboard") if self.request.events and self.world.first else None
+        progress = Progress(title=self.title, total=target, first=start, log=log, quiet=not self.world.first)
+        with (
+            progress,
+            contextlib.closing(Events(events, after=start)) as self.events,
+            StopWish(self.request.max_seconds) as wish,
+        ):
             if start:
                 progress.note(f"resumed from step {start}")
             for step in range(start + 1, target + 1):
                 seconds = self._step(step, target, progress)
-                mine = wish.check(step_seconds=seconds, save_seconds=self.save_seconds)
-                stop = self.world.reduce(float(mine), op="max")[0] > 0
+                mine = wish.check(step_seconds=seconds, save_seconds=self.checkpoints.seconds)
+                told = self.world.reduce(float(mine), float(self.checkpoints.failed()), op="max")
+                if told[1]:
+                    self.checkpoints.wait()
+                stop = told[0] > 0
                 if stop or step == target or self._due(step):
                     self._save(step)
                 if stop and step < target:
+                    self.checkpoints.wait()
                     reason = wish.reason or "another rank asked for it"
                     progress.note(f"stopped after step {step}: {reason}; checkpoint written")
                     raise StopEarly(
-                        f"{title}: {reason}; run the same command again to go on from step {step}"
+                        f"{self.title}: {reason}; run the same command again to go on from step {step}"
                     )
+            self.checkpoints.wait()
         return self._record(target, target)
 
-    def _resume(self, note: Callable[[str], None]) -> int:
-        step = self.checkpoints.newest(note if self.world.first else lambda line: None)
+    def _resume(self) -> int:
+        step = self.start
         if step is None:
             self.metrics.resume(0)
             return 0
@@ -135,7 +177,7 @@ class _Trajectory:
         self._same_implementation()
         self.engine.resume(step, record)
         self.metrics.resume(step)
-        self.wall_s = record["wall_s"]
+        self.wall_s, self.replays = record["wall_s"], record.get("replays", 0)
         return step
 
     def _same_implementation(self) -> None:
@@ -156,22 +198,25 @@ class _Trajectory:
         self.wall_s += seconds
         if not result.finite:
             self._fail(step, result)
+        self.replays += result.replayed
         rate = self.engine.tokens_per_step / seconds
         train, shape = self.study.train, self.study.model
-        if step in (1, train.steps) or step % train.log_every == 0:
-            memory = self.world.reduce(peak_memory_gib(self.world.device), op="max")[0]
-            self.metrics.add(
-                step=step,
-                loss=result.loss,
-                grad_norm=result.grad_norm,
-                lr=result.lr,
-                tokens=step * self.engine.tokens_per_step,
-                tokens_per_s=rate,
-                seconds=seconds,
-                memory_gib=memory,
-                time_utc=time.time(),
-            )
         share = mfu(rate / self.world.size, shape, train.sequence, self.device["name"])
+        if step in (1, train.steps) or step % train.log_every == 0:
+            row = {
+                "step": step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.lr,
+                "tokens": step * self.engine.tokens_per_step,
+                "tokens_per_s": rate,
+                "seconds": seconds,
+                "memory_gib": self.world.reduce(peak_memory_gib(self.world.device), op="max")[0],
+                "time_utc": time.time(),
+                "replays": self.replays,
+            }
+            self.metrics.add(**row)
+            self.events.add(row, share)
         progress.step(step, loss=result.loss, tokens_per_s=rate, mfu=share, last=step == target)
         return seconds
 
@@ -179,8 +224,8 @@ class _Trajectory:
         return step in self.study.all_cuts or step % self.study.train.checkpoint_every == 0
 
     def _save(self, step: int) -> None:
-        began = time.perf_counter()
         self.metrics.flush()
+        self.events.flush()
         state = {
             "route": self.run.recipe.route,
             "seed": self.run.seed,
@@ -188,12 +233,12 @@ class _Trajectory:
             "tokens": step * self.engine.tokens_per_step,
             "next_sequence": step * self.study.train.global_batch,
             "wall_s": self.wall_s,
+            "replays": self.replays,
             "world_size": self.world.size,
             "model": to_dict(self.study.model),
             **self.engine.extra_state(),
         }
         self.checkpoints.save(step, self.engine.model, self.engine.optimizer, state)
-        self.save_seconds = time.perf_counter() - began
 
     def _record(self, step: int, target: int) -> Path:
         """The file that proves the target: summary.json at the end, else the checkpoint's manifest."""
@@ -218,6 +263,7 @@ class _Trajectory:
 
     def _fail(self, step: int, result: StepResult) -> None:
         tensor = first_bad_tensor(self.engine, step)
+        self.checkpoints.close()
         saved = self.checkpoints.steps()
         last = self.checkpoints.path(saved[-1]).name if saved else "none"
         found = {
@@ -259,42 +305,5 @@ class _Trajectory:
         )
 
 
-@contextlib.contextmanager
-def _together(world: World) -> Iterator[None]:
-    """An error of the first rank is every rank's error, so that no rank waits for one that has left."""
-    failure = None
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        failure = error
-    message = world.broadcast({"error": None if failure is None else str(failure)})["error"]
-    if failure is not None:
-        raise failure
-    if message is not None:
-        raise EchoedError(message)
-
-
-@contextlib.contextmanager
-def _one_line_errors(world: World) -> Iterator[None]:
-    """Turn a full disk, exhausted memory and a lost rank into one line each that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise RunError(
-            f"disk is full ({error.filename or 'while writing'}); free space and run the same command again: "
-            "it goes on from the last complete checkpoint"
-        ) from error
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"out of device memory ({str(error).splitlines()[0]}); lower train.local_batch or set "
-            "train.activation_checkpoint, then run again"
-        ) from error
-    except RuntimeError as error:
-        if world.size == 1 or not is_lost_rank(error):
-            raise
-        raise RunError(
-            f"another process of the run is gone ({str(error).splitlines()[0]}); see its own output, "
-            "then run the same command again: it goes on from the last complete checkpoint"
-        ) from error
+def _leave(model: nn.Module) -> None:
+    """Initialise nothing."""

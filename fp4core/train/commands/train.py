@@ -33,6 +33,9 @@ def main(argv: list[str]) -> int:
         default="archive",
         help="what to do with a run of another recipe, study or data that lies in the same place",
     )
+    options.add_argument(
+        "--tensorboard", action="store_true", help="also write TensorBoard events (train.tensorboard)"
+    )
     arguments = options.parse_args(argv)
     study, recipe = resolve_study(arguments), resolve_recipe(arguments)
     run = RunDir(arguments.results, study, recipe, arguments.seed)
@@ -44,7 +47,13 @@ def main(argv: list[str]) -> int:
         record, note = run.file("failure.json"), run.failure_message(failure)
     else:
         try:
-            record = _train(run, arguments.until, arguments.max_seconds, arguments.on_mismatch)
+            record = _train(
+                run,
+                arguments.until,
+                arguments.max_seconds,
+                arguments.on_mismatch,
+                tensorboard=arguments.tensorboard,
+            )
         except Diverged as end:
             if not arguments.done:
                 raise
@@ -57,9 +66,11 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _train(run: RunDir, until: int | None, max_seconds: float | None, on_mismatch: str) -> Path:
+def _train(
+    run: RunDir, until: int | None, max_seconds: float | None, on_mismatch: str, *, tensorboard: bool
+) -> Path:
     from ..distributed import joined
     from ..run import Request, train
 
     with joined(run.study.train.device) as world:
-        return train(Request(run, until, max_seconds, on_mismatch), world=world)
+        return train(Request(run, until, max_seconds, on_mismatch, tensorboard), world=world)

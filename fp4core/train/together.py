@@ -1,0 +1,53 @@
+"""Errors of a run of several processes: one clear line, and nobody left waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+
+import torch
+
+from .distributed import World, is_lost_rank
+from .errors import EchoedError, RunError
+
+
+@contextlib.contextmanager
+def together(world: World) -> Iterator[None]:
+    """An error of the first rank is every rank's error, so that no rank waits for one that has left."""
+    failure = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        failure = error
+    message = world.broadcast({"error": None if failure is None else str(failure)})["error"]
+    if failure is not None:
+        raise failure
+    if message is not None:
+        raise EchoedError(message)
+
+
+@contextlib.contextmanager
+def one_line_errors(world: World) -> Iterator[None]:
+    """Turn a full disk, exhausted memory and a lost rank into one line each that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise RunError(
+            f"disk is full ({error.filename or 'while writing'}); free space and run the same command again: "
+            "it goes on from the last complete checkpoint"
+        ) from error
+    except torch.OutOfMemoryError as error:
+        raise RunError(
+            f"out of device memory ({str(error).splitlines()[0]}); lower train.local_batch or set "
+            "train.activation_checkpoint, then run again"
+        ) from error
+    except RuntimeError as error:
+        if world.size == 1 or not is_lost_rank(error):
+            raise
+        raise RunError(
+            f"another process of the run is gone ({str(error).splitlines()[0]}); see its own output, "
+            "then run the same command again: it goes on from the last complete checkpoint"
+        ) from error
