@@ -18,6 +18,7 @@ import csv
 import dataclasses
 import io
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -363,6 +364,7 @@ def run(job: jobs.Job, recipes: list[Recipe], settings: Settings, out: Path) -> 
         if path.is_file() and identity.items() <= records.read_json(path).items():
             print(f"pretrained: {path.name} is up to date", flush=True)
             return
+        _set_aside(path, out / "archive")
         started = time.perf_counter()
         head = records.envelope(
             SCHEMA,
@@ -391,6 +393,16 @@ def run(job: jobs.Job, recipes: list[Recipe], settings: Settings, out: Path) -> 
         flush=True,
     )
     return out / "dgrad.json"
+
+
+def _set_aside(path: Path, archive: Path) -> None:
+    """Move an old record of other settings, recipe or inputs to ``archive``; nothing is overwritten."""
+    if not path.is_file():
+        return
+    old = records.read_json(path)
+    name = f"{path.stem}-{old['recipe_hash']}-{old['stage_hash']}-{records.sha256_file(path)[:8]}.json"
+    archive.mkdir(parents=True, exist_ok=True)
+    os.replace(path, archive / name)
 
 
 def main(arguments: list[str]) -> None:

@@ -149,6 +149,17 @@ def test_bf16_operands_give_transformers_own_logits(llama):
     assert error < 2**-8 * 2 * 7 < quantised  # each of seven roundings in two blocks at most 2^-8
 
 
+def test_record_of_other_settings_is_set_aside(tmp_path):
+    path = tmp_path / "scores" / "bf16.json"
+    path.parent.mkdir()
+    records.write_json(path, {"recipe_hash": "a" * 12, "stage_hash": "b" * 12, "nll": [1.0]})
+    pretrained._set_aside(path, tmp_path / "archive")
+    pretrained._set_aside(path, tmp_path / "archive")  # nothing there: nothing to do
+    (kept,) = (tmp_path / "archive").iterdir()
+    assert not path.exists() and records.read_json(kept)["nll"] == [1.0]
+    assert kept.name.startswith(f"bf16-{'a' * 12}-{'b' * 12}-")
+
+
 @pytest.mark.parametrize(("lost", "gained", "p"), [(0, 0, 1.0), (1, 0, 1.0), (5, 0, 0.0625), (1, 7, 9 / 128)])
 def test_mcnemar_is_the_fair_coin(lost, gained, p):
     assert pretrained.mcnemar(lost, gained) == pytest.approx(p)

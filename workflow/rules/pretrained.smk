@@ -23,10 +23,10 @@ rule pretrained:
         sizes="--items 10 --sequences 4 --gradients 2 --length 256",
         study=SETTINGS.told,
         results=PLAN.told,
-        out=f"{SETTINGS.results}/pretrained",
     shell:
-        "( python -m eval pretrained {params.study} --results {params.results} --out {params.out}"
+        "( out=$(dirname {output})"
+        " && python -m eval pretrained {params.study} --results {params.results} --out $out"
         " --routes {params.routes} {params.sizes} --done {output}"
-        " && python -m figures tables --tidy {params.out}/tidy --only table12 --out {params.out}/tables"
-        " && python -m figures plots --tidy {params.out}/tidy --only fig12 --out {params.out}/figures"
+        " && python -m figures tables --tidy $out/tidy --only table12 --out $out/tables"
+        " && python -m figures plots --tidy $out/tidy --only fig12 --out $out/figures"
         " ) 2>&1 | tee {log}"
