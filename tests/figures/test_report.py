@@ -159,6 +159,18 @@ def test_equal_routes_are_called_indistinguishable(tmp_path):
     assert "not distinguishable from BF16: MXFP4 + row SR" in text
 
 
+def test_the_report_is_not_said_to_agree_with_itself(tmp_path):
+    """Its own files drawn as a study: the order of the excesses is the same by construction."""
+    from figures import published
+
+    path = synthetic.write(tmp_path, steps=60, diverged=False)
+    assert "Agreement with the report" in {s.heading for s in summary.statements(Tidy(path))}
+    losses = {slug: published.number("table07_endpoint_loss", slug, "loss") for slug in Tidy(path).slugs}
+    lines = [f"{slug},1,38140,{loss}\n" for slug, loss in losses.items() if loss is not None]
+    (path / "endpoint.csv").write_text("route,seed,step,loss\n" + "".join(lines))
+    assert "Agreement with the report" not in {s.heading for s in summary.statements(Tidy(path))}
+
+
 def test_missing_figures_are_an_error_and_partial_lists_them(one, tmp_path, capsys):
     out = tmp_path / "report.html"
     assert main(["report", "--tidy", str(one), "--results", str(tmp_path), "--out", str(out)]) == 2
