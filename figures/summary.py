@@ -166,10 +166,8 @@ def ranking(tidy: Tidy) -> Statement | None:
         for r in frame.index
         if r != REFERENCE and np.isfinite(frame.loc[r, "excess"]) and analysis.published_excess(r) is not None
     ]
-    own = all(abs(measured - given) < 1e-9 for measured, given in pairs)  # drawn from its own files
-        abs(measured - given) < 1e-9 for measured, given in pairs
-    )  # the report drawn from its own files
-    if len(pairs) < 4 or own:
+    drawn_from_its_files = all(abs(measured - given) < 1e-9 for measured, given in pairs)
+    if len(pairs) < 4 or drawn_from_its_files:
         return None
     tau, p = kendalltau(*zip(*pairs))
     if not np.isfinite(tau):
