@@ -104,12 +104,17 @@ class Lab:
 
         return main(self.arguments(route, *more))
 
-    def start(self, route: str, *more: str) -> Process:
-        """Train in another process that starts from a warm interpreter."""
-        return self._spawn([(self.arguments(route, *more), {})])
+    def start(self, route: str, *more: str, disk: str | None = None) -> Process:
+        """Train in another process that starts from a warm interpreter; `disk` as in child.py."""
+        return self._spawn([(self.arguments(route, *more), {})], disk)
 
-    def start_ranks(self, size: int, routes: list[str], *more: str) -> list[Process]:
-        """Train routes one after another in `size` processes, as torchrun would start them."""
+    def start_ranks(
+        self, size: int, routes: list[str], *more: str, disks: dict[int, str] | None = None
+    ) -> list[Process]:
+        """Train routes one after another in `size` processes, as torchrun would start them.
+
+        `disks`: rank -> its disk, as in child.py.
+        """
         ports = _free_ports(len(routes))
         processes = []
         for rank in map(str, range(size)):
@@ -118,11 +123,11 @@ class Lab:
                 (self.arguments(route, *more), {**place, "MASTER_PORT": port})
                 for route, port in zip(routes, ports, strict=True)
             ]
-            processes.append(self._spawn(work))
+            processes.append(self._spawn(work, (disks or {}).get(int(rank))))
         return processes
 
-    def _spawn(self, work: list[Work]) -> Process:
-        process = _CONTEXT.Process(target=run_commands, args=(work, str(self.output)), daemon=True)
+    def _spawn(self, work: list[Work], disk: str | None = None) -> Process:
+        process = _CONTEXT.Process(target=run_commands, args=(work, str(self.output), disk), daemon=True)
         process.start()
         return process
 
@@ -133,6 +138,14 @@ class Lab:
 
     def run_path(self, route: str) -> Path:
         return self.results / "runs" / route / "s0"
+
+    def finish_ranks(self, size: int, routes: list[str], *more: str) -> None:
+        """Train in `size` processes to the end of the command; AssertionError when one fails."""
+        processes = self.start_ranks(size, routes, *more)
+        for process in processes:
+            process.join(240)
+            process.kill()
+        assert [p.exitcode for p in processes] == [0] * size, self.output.read_text()
 
     def metrics(self, route: str) -> list[tuple[Any, ...]]:
         """(step, loss, grad_norm, lr, tokens) of every row: what must not depend on interruptions."""
