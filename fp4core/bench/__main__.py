@@ -9,6 +9,6 @@ from fp4core.bench import main
 if __name__ == "__main__":
     try:
         raise SystemExit(main(sys.argv[1:]))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -61,7 +61,7 @@ def against_measured(
         if path.is_file():
             try:
                 rows += list(compare(model, json.loads(path.read_text())))
-            except (KeyError, TypeError, json.JSONDecodeError) as error:
+            except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
                 raise ValueError(f"{path}: not a record of `bench {name}` ({error!r})") from None
     return rows
 

@@ -17,6 +17,11 @@ MODEL = load_study("report").model
 RECIPES = {route: load_recipe(route) for route in list_routes()}
 
 
+ONE_ROW = (
+    '{"environment": {"gpu": "NVIDIA H200"}, "rows": [{"route": "bf16", "blocks": 1, "tokens": 8, "ms": %s}]}'
+)
+
+
 @pytest.fixture(scope="module")
 def found() -> dict:
     return cost_model.record(Path("nowhere"), ["GB200", "H200"])
@@ -268,6 +273,23 @@ def test_command_line_writes_json_and_needs_neither_torch_nor_a_gpu(tmp_path: Pa
     assert done.returncode == 0, done.stderr
     written = json.loads((tmp_path / "cost.json").read_text())
     assert {row["chip"] for row in written["predictions"]} == {"B300"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{",
+        "\xff",
+        ONE_ROW % "0",
+        ONE_ROW % '"1"',
+    ],
+    ids=["list", "cut", "bytes", "zero", "text"],
+)
+def test_a_damaged_record_is_one_clear_error(text: str, tmp_path: Path) -> None:
+    (tmp_path / "step.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"step.json: not a record of `bench step`"):
+        cost_measured.against_measured(RECIPES, MODEL, cost_time.Calibration(), tmp_path)
 
 
 def test_a_folder_of_records_that_is_not_there_is_an_error(tmp_path: Path) -> None:
