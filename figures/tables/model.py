@@ -73,7 +73,8 @@ class Table:
     @cached_property
     def best(self) -> set[tuple[int, str]]:
         """Cells that hold the best value of their column, within their section, as displayed: what reads the
-        same is equally good. Summary rows and cells with a mark (a score at chance) do not compete."""
+        same is equally good, and what most rows have is not marked. Summary rows and cells with a mark (a
+        score at chance) do not compete."""
         found: set[tuple[int, str]] = set()
         for column in self.shown:
             if column.best is None:
@@ -87,7 +88,8 @@ class Table:
             for cells in groups.values():
                 if len({value for value, _ in cells}) > 1:
                     top = (min if column.best == "min" else max)(value for value, _ in cells)
-                    found |= {(index, column.key) for value, index in cells if value == top}
+                    first = {(index, column.key) for value, index in cells if value == top}
+                    found |= first if len(first) <= len(cells) / 2 else set()
         return found
 
     @property

@@ -95,6 +95,7 @@ def to_html(table: Table) -> str:
     """A self-contained fragment: caption, scrolling table, notes. The report's style sheet gives it its
     looks."""
     columns, escape = table.shown, html.escape
+    short = max((len(cell(columns[0], row.get(columns[0].key))) for row in table.rows), default=0) <= 16
     head = _html_head(columns)
     body: list[str] = []
     for heading, rows in blocks(table):
@@ -113,6 +114,7 @@ def to_html(table: Table) -> str:
                 if mark:
                     text += f"<sup>{escape(mark)}</sup>"
                 name = "num" if column.numeric else "long" if column.width else "text"
+                name += " short" if place == 0 and short else ""
                 tag = 'th scope="row"' if place == 0 else "td"
                 cells.append(f'<{tag} class="{name}">{text}</{tag.split()[0]}>')
             kind = ' class="summary"' if index in table.summary else ""

@@ -151,9 +151,10 @@ def test_best_is_marked_once_per_section_in_every_format(tidy_one):
 
 def test_best_is_what_reads_best():
     """Two values that display alike are marked alike; a digit nobody sees decides nothing."""
-    rows = [{"a": 0.4812}, {"a": 0.4771}, {"a": 0.4849}, {"a": 0.5}]
-    table = Table("t", "t", "c", [Column("a", "A", decimals=2, best="min")], rows)
-    assert table.best == {(0, "a"), (1, "a"), (2, "a")}
+    column = Column("a", "A", decimals=2, best="min")
+    rows = [{"a": value} for value in (0.4812, 0.4771, 0.5, 0.51)]
+    assert Table("t", "t", "c", [column], rows).best == {(0, "a"), (1, "a")}
+    assert Table("t", "t", "c", [column], rows[:3]).best == set()  # most have it
 
 
 def test_p_values_align_and_small_ones_are_bounded():
