@@ -175,14 +175,19 @@ def keep_gathered(model: nn.Module, keep: bool) -> None:
         model.set_reshard_after_backward(not keep)
 
 
-def _mesh(world: World, replicas: int) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
+def check_replicas(world: World, replicas: int) -> None:
+    """ValueError when the ranks cannot be split into that many replicas."""
     if world.size % replicas:
         raise ValueError(
             f"train.replicas {replicas} does not divide {world.size} ranks; choose one that does "
             "(1: sharded over all of them)"
         )
+
+
+def _mesh(world: World, replicas: int) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    check_replicas(world, replicas)
     if replicas == 1:
         return init_device_mesh(world.device.type, (world.size,))
     shape = (replicas, world.size // replicas)

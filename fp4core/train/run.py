@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from fp4core.records import envelope, read_json
 
 from .checkpoint import Checkpoints
 from .diagnose import first_bad_tensor
-from .distributed import World, device_record, peak_memory_gib
+from .distributed import World, check_replicas, device_record, peak_memory_gib
 from .engine import Engine, Split, StepResult
 from .errors import Diverged, StopEarly
 from .events import Events, need_tensorboard
@@ -75,6 +74,7 @@ def train(request: Request, *, world: World) -> Path:
             if world.first:
                 settings = run.study.train
                 Split.of(global_batch=settings.global_batch, local_batch=settings.local_batch, world=world)
+                check_replicas(world, settings.replicas)
                 if request.events:
                     need_tensorboard()
                 stack.enter_context(run_lock(run.path))

@@ -35,11 +35,9 @@ def run_commands(work: list[Work], output: str, disk: str | None = None) -> None
 
 def slow_disk(path: Path) -> IO[bytes]:
     """A file whose beginning is on disk for a while before the rest is."""
-    file = open(path, "wb", buffering=0)
-    file.write(b"half")
+    path.write_bytes(b"half")
     time.sleep(0.2)
-    file.seek(0)
-    return file
+    return open(path, "wb", buffering=0)
 
 
 def full_disk(path: Path) -> IO[bytes]:

@@ -41,7 +41,9 @@ def test_files_are_those_of_torchs_writer(tmp_path: Path) -> None:
         dcp.save(dict(tensors), storage_writer=other, no_dist=True)
         dcp.save(dict(tensors), storage_writer=writer, no_dist=True)
     listed = writer.write()
-    assert sorted(listed) == sorted(p.name for p in theirs.iterdir()) == sorted(p.name for p in ours.iterdir())
+    assert (
+        sorted(listed) == sorted(p.name for p in theirs.iterdir()) == sorted(p.name for p in ours.iterdir())
+    )
     for name, entry in listed.items():
         mine, its = (_split(path / name) for path in (ours, theirs))
         assert mine == its
