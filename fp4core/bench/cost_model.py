@@ -27,6 +27,7 @@ from fp4core.bench.cost_fit import (
     calibrate,
     errors,
     gaps,
+    other_fits,
     published,
     why_bf16_waits,
 )
@@ -106,6 +107,7 @@ def record(measured: Path, chip_names: list[str]) -> dict[str, Any]:
         "chips": {name: dataclasses.asdict(chip) for name, chip in CHIPS.items()},
         "published": compared,
         "errors": errors(compared),
+        "other_fits": other_fits(recipes, study.model, rates),
         "gaps": gaps(recipes, study.model, rates, cal),
         "why_bf16_waits": why_bf16_waits(rates, study.model),
         "predictions": predictions(recipes, study, cal, chip_names),
@@ -171,6 +173,7 @@ def report(found: dict[str, Any]) -> str:
         )
         + f". Memory, nothing fitted: {e['memory']['mean_percent']:.0f}%, largest "
         f"{e['memory']['largest_percent']:.0f}%.",
+        _fits(found["other_fits"]),
         "",
         "What separates each route from BF16, microseconds per token by the model (GB200):",
         _table(
@@ -222,6 +225,16 @@ def report(found: dict[str, Any]) -> str:
             _table(found["measured_summary"], heads),
         ]
     return "\n".join([*parts, "", _other(found["other_formula"])])
+
+
+def _fits(fits: list[dict[str, Any]]) -> str:
+    fits = [fit for fit in fits if fit["route"] != FITTED["issue"]]
+    means = [fit["mean_percent"] for fit in fits]
+    slots = [fit["issue"] for fit in fits]
+    return (
+        f"Issue slots fitted on any other GB200 route instead: {min(slots):.2f} to {max(slots):.2f}, "
+        f"mean error {min(means):.1f}% to {max(means):.1f}%."
+    )
 
 
 def _other(other: dict[str, Any]) -> str:

@@ -140,7 +140,8 @@ def _carried(row: Operand, col: Operand, features: float) -> tuple[str, float]:
     return "_".join(parts), features * (_BF16 + (2.0 if fp8 else 4.0))
 
 
-def boundaries(recipe: LinearRecipe, model: ModelConfig, *, fused: bool) -> list[Boundary]:
+@cache
+def boundaries(recipe: LinearRecipe, model: ModelConfig, *, fused: bool) -> tuple[Boundary, ...]:
     """Every boundary of a block whose linears follow ``recipe``. ``fused``: producers hold their input."""
     d, f = model.hidden, model.ffn
     width, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -198,7 +199,7 @@ def boundaries(recipe: LinearRecipe, model: ModelConfig, *, fused: bool) -> list
                 **dy,
             )
         )
-    return found
+    return tuple(found)
 
 
 def attention_flops(model: ModelConfig, sequence: int) -> tuple[float, float]:

@@ -116,6 +116,17 @@ def test_formula_serial_plus_the_longer_of_products_and_weights() -> None:
         assert all(value >= 0 for value in t.values())
 
 
+def test_the_choice_of_the_fitted_rate_is_shown_for_what_it_is(found: dict) -> None:
+    fits = {row["route"]: row for row in found["other_fits"]}
+    assert "bf16" not in fits and "mxfp4_sr" not in fits and len(fits) == 9
+    assert fits["nvfp4_cta"]["mean_percent"] == found["errors"]["by_chip"]["GB200"]["mean_percent"]
+    # it is the most favourable one, and the text says what the others give
+    means = [row["mean_percent"] for row in fits.values()]
+    assert min(means) == fits["nvfp4_cta"]["mean_percent"] and max(means) < 7.5
+    assert all(row["predicted"] == 9 for row in fits.values())
+    assert "Issue slots fitted on any other GB200 route instead: 0.59 to 0.76" in cost_model.report(found)
+
+
 def test_the_other_formula_is_tried_and_its_errors_are_printed() -> None:
     """Producers hidden behind products: as good on the GB200, worse on the B300 and on our own ratios."""
     found = cost_model.record(cost_model.RESULTS, ["H200"])
