@@ -46,6 +46,12 @@ def seeds(tidy: Tidy, unit: str = "route") -> str:
     return f"{count(n, 'seed')} per {unit}: means over seeds with 95% t intervals."
 
 
+def first_seed(tidy: Tidy) -> str:
+    """For what is measured once per study: that the other seeds had no part in it; '' with one seed."""
+    n = len(tidy.seeds)
+    return f"Measured on the first of {n} seeds alone." if n > 1 else ""
+
+
 def published_setting(table: str) -> str:
     """What the report's values of ``table`` were measured on."""
     return f"Published (arXiv 2610.00053): {published.SETTING[table]}."

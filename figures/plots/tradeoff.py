@@ -122,6 +122,7 @@ def caption_dgrad(tidy: Tidy) -> str:
         f"Geometric mean {ratio:.3f}; CTA-local lower in {lower:,} of {len(raw):,} comparisons.",
         f"Published: {given}, 288 of 288.",
         captions.setting(tidy),
+        captions.first_seed(tidy),
     )
 
 

@@ -59,6 +59,7 @@ def output_head(tidy: Tidy) -> Table:
         caption=captions.join(
             "Screen of the output head's formats against the BF16 control, same data and seed.",
             captions.setting(tidy),
+            captions.first_seed(tidy),
             captions.published_setting(name),
         ),
         columns=[

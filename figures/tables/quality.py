@@ -246,6 +246,7 @@ def dgrad_error(tidy: Tidy) -> Table:
             f"its energy, averaged over {count(raw['batch'].nunique(), 'batch', 'batches')}; ratio: "
             "geometric mean of MXFP4 error over CTA-local NVFP4 error.",
             captions.setting(tidy),
+            captions.first_seed(tidy),
             captions.published_setting(name),
         ),
         columns=[

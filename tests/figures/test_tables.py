@@ -74,6 +74,8 @@ def test_captions_state_device_scale_and_seeds(name, tidy_one, tidy_three):
     if name not in ("table10_output_head", "table12_dgrad_error"):
         assert "One seed per route: run-to-run variation was not estimated." in caption
         assert "3 seeds per route" in ENTRIES[name].build(tidy_three).caption
+    else:
+        assert "Measured on the first of 3 seeds alone." in ENTRIES[name].build(tidy_three).caption
 
 
 def test_published_digits_pass_through_the_csv_unchanged(tidy_one):
