@@ -11,8 +11,8 @@ leaves the bytes that an unbroken one leaves.
 
 from __future__ import annotations
 
+import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,15 +26,14 @@ from .bound import end_of_text
 from .documents import Text, find_files, read_documents
 from .ledger import SUFFIX, Ledger, held
 from .lock import run_lock
-from .tokens import token_dtype, write_shard
+from .progress import Reading
+from .tokens import encode_all, token_dtype, write_shard
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SCHEMA = {"name": "fp4core.shards", "version": 1}
 SHARD_TOKENS = 1 << 28
-_CHARACTERS = 4 << 20
-_NOTE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -68,22 +67,10 @@ def load_tokenizer(path: Path) -> tuple[Tokenizer, str]:
 
 
 def encode(tokenizer: Tokenizer, documents: Iterator[Text], end: int) -> Iterator[tuple[Text, np.ndarray]]:
-    """(document, token ids with `end` last), a few MB at a time on all cores; empty texts give no tokens."""
+    """(document, token ids with `end` last), see `encode_all`; empty texts give no tokens."""
     dtype = token_dtype(tokenizer.get_vocab_size())
-    while group := list(_group(documents)):
-        encoded = iter(
-            tokenizer.encode_batch_fast([d.text for d in group if d.text], add_special_tokens=False)
-        )
-        for document in group:
-            ids = [*next(encoded).ids, end] if document.text else []
-            yield document, np.array(ids, dtype=dtype)
-
-
-def _group(documents: Iterator[Text]) -> Iterator[Text]:
-    size = 0
-    while size < _CHARACTERS and (document := next(documents, None)) is not None:
-        size += len(document.text) + 1
-        yield document
+    for document, ids in encode_all(tokenizer, documents):
+        yield document, np.array([*ids, end] if document.text else [], dtype=dtype)
 
 
 def build_shards(job: ShardJob, *, note: Callable[[str], None] = print) -> Path:
@@ -160,13 +147,16 @@ class _Builder:
         self.counts = {"tokens": 0, "documents": 0, "empty": 0, "excluded": 0}
         self.after: tuple[str, int] | None = None  # place of the last document that is in a shard or ledger
         self.exhausted = False
-        self._noted = time.monotonic()
+        sizes = settings["sources"]
+        self._before = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0)))
+        self._bar = Reading("build-shards", total=sum(sizes.values()), note=note)
 
     def run(self) -> Path:
         self._resume()
         stream = encode(self.tokenizer, self._documents(), self.end)
-        while not self.exhausted:
-            self._shard(stream)
+        with self._bar:
+            while not self.exhausted:
+                self._shard(stream)
         if not self.counts["documents"]:
             raise ValueError(f"{', '.join(map(str, self.job.documents))}: not one document with text")
         path = self.job.out / "shards.json"
@@ -251,13 +241,8 @@ class _Builder:
                 counts[why] += 1
                 continue
             used += len(ids)
-            self._tell(used)
+            self._bar.at(self._before[document.source] + document.done, self.counts["tokens"] + used)
             yield ids
             if used >= self.job.shard_tokens:
                 return
         self.exhausted = True
-
-    def _tell(self, used: int) -> None:
-        if time.monotonic() - self._noted > _NOTE_SECONDS:
-            self._noted = time.monotonic()
-            self.note(f"build-shards: {self.counts['tokens'] + used:,} tokens, at {self.after}")

@@ -19,6 +19,7 @@ from fp4core.records import envelope, read_json, sha256_bytes, sha256_file, writ
 from . import tokens
 from .bound import bindings_of, build_bound
 from .corpus import Corpus, embedded_corpus
+from .progress import Reading
 from .shards import DATA_SCHEMA, check_data, tree_hash
 
 
@@ -78,8 +79,9 @@ def _build(study: Study, corpus: Corpus, work: Path, *, note: Callable[[str], No
     (work / "tokenizer.json").write_bytes(serialised)
     shared = {"tokenizer_sha256": sha256_bytes(serialised), "vocab": vocab, "source": corpus.name}
     note(f"data: encoding {len(corpus.training)} training and {len(corpus.validation)} validation documents")
-    encoded = tokens.encode(tokenizer, corpus.training, vocab)
-    counts = tokens.write_shard(work / "train.arrow", encoded, **shared)
+    with Reading("data", total=sum(len(d.text) for d in corpus.training), note=note, unit="char") as bar:
+        encoded = tokens.encode(tokenizer, corpus.training, vocab, tell=bar.at)
+        counts = tokens.write_shard(work / "train.arrow", encoded, **shared)
     stream = np.concatenate(list(tokens.encode(tokenizer, corpus.validation, vocab)))
     rows = tokens.pack_validation(stream, sequences=study.validation.sequences, length=sequence + 1)
     tokens.write_validation(work / "validation.arrow", rows, **shared)

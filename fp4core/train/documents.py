@@ -24,12 +24,16 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class Text:
-    """One document: file name inside its collection, row, text and the SHA-256 of the text's UTF-8 bytes."""
+    """One document: file name inside its collection, row, text and the SHA-256 of the text's UTF-8 bytes.
+
+    `done`: bytes of the file up to here, roughly, for a progress bar.
+    """
 
     source: str
     row: int
     text: str
     sha256: bytes
+    done: int = 0
 
 
 def find_files(paths: list[Path]) -> dict[str, Path]:
@@ -57,16 +61,17 @@ def find_files(paths: list[Path]) -> dict[str, Path]:
 def read_documents(name: str, path: Path, *, field: str, first_row: int = 0) -> Iterator[Text]:
     """Documents of one file from `first_row` on. ValueError names file and row of what cannot be read."""
     rows = _parquet if path.suffix == ".parquet" else _lines
-    for row, text in rows(path, field, first_row):
+    for row, text, done in rows(path, field, first_row):
         try:
             digest = hashlib.sha256(text.encode()).digest()
         except UnicodeEncodeError as error:
             raise ValueError(f"{path}, row {row}: no valid Unicode text ({error.reason}); mend it") from None
-        yield Text(name, row, text, digest)
+        yield Text(name, row, text, digest, done)
 
 
-def _parquet(path: Path, field: str, first_row: int) -> Iterator[tuple[int, str]]:
+def _parquet(path: Path, field: str, first_row: int) -> Iterator[tuple[int, str, int]]:
     try:
+        size = path.stat().st_size
         with pq.ParquetFile(path) as file:
             if field not in file.schema_arrow.names:
                 raise ValueError(
@@ -76,16 +81,16 @@ def _parquet(path: Path, field: str, first_row: int) -> Iterator[tuple[int, str]
             kind = file.schema_arrow.field(field).type
             if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
                 raise ValueError(f"{path}: column {field!r} holds {kind}, needed text")
-            row = 0
+            row, rows = 0, file.metadata.num_rows
             for group in range(file.num_row_groups):
-                size = file.metadata.row_group(group).num_rows
-                if row + size <= first_row:
-                    row += size
+                inside = file.metadata.row_group(group).num_rows
+                if row + inside <= first_row:
+                    row += inside
                     continue
                 for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[field]):
                     for text in batch.column(0).to_pylist():
                         if row >= first_row:
-                            yield row, text or ""
+                            yield row, text or "", size * (row + 1) // rows
                         row += 1
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a whole Parquet file ({error})") from None
@@ -95,10 +100,11 @@ def _open(path: Path) -> IO[bytes]:
     return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
 
 
-def _lines(path: Path, field: str, first_row: int) -> Iterator[tuple[int, str]]:
+def _lines(path: Path, field: str, first_row: int) -> Iterator[tuple[int, str, int]]:
     row = -1
     try:
         with _open(path) as file:
+            place = getattr(file, "fileobj", file).tell  # of a .gz: among its compressed bytes
             for row, line in enumerate(file):
                 if row < first_row or not line.strip():
                     continue
@@ -109,6 +115,6 @@ def _lines(path: Path, field: str, first_row: int) -> Iterator[tuple[int, str]]:
                         f"{path}, row {row}: got {got}, needed an object whose {field!r} is text; name the "
                         "key of the text with --field"
                     )
-                yield row, record[field]
+                yield row, record[field], place()
     except (json.JSONDecodeError, UnicodeDecodeError, EOFError, OSError) as error:
         raise ValueError(f"{path}, row {max(row, 0)}: no JSON lines ({error})") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +18,42 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class Reading:
+    """How far a text has been turned into tokens: a bar on a terminal, else a line every few seconds."""
+
+    def __init__(self, title: str, *, total: int, note: Callable[[str], None], unit: str = "B") -> None:
+        """`total` text in `unit`."""
+        self.title, self.total, self._note = title, total, note
+        self._told = self._began = time.monotonic()
+        self._first: int | None = None
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=title, unit=unit, unit_scale=True, dynamic_ncols=True)
+
+    def at(self, done: int, tokens: int) -> None:
+        """`done` of the total has been read, `tokens` were made of it."""
+        if self._first is None:  # a build that goes on starts in the middle
+            self._first, self._began = done, time.monotonic()
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+            self._bar.update(done - self._bar.n)
+        elif now - self._told > LINE_SECONDS and done > self._first:
+            self._told = now
+            left = (now - self._began) * (self.total - done) / (done - self._first)
+            share = done / max(1, self.total)
+            self._note(f"{self.title}: {share:.1%} · {tokens:,} tokens · ETA {duration(left)}")
+
+    def __enter__(self) -> Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
 
 
 class Progress:

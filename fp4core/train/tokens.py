@@ -11,10 +11,13 @@ The validation stream is a shard whose column is a fixed-size list: one row per 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +33,7 @@ END_OF_TEXT = "<|endoftext|>"
 SHARD_VERSION = "1"
 BATCH_TOKENS = 1 << 20
 _ENCODE_CHARACTERS = 4 << 20
+_AHEAD = 2
 
 
 def token_dtype(vocab: int) -> np.dtype:
@@ -65,24 +69,56 @@ def tokenizer_bytes(tokenizer: Tokenizer) -> bytes:
     return (tokenizer.to_str(pretty=True) + "\n").encode()
 
 
-def encode(tokenizer: Tokenizer, documents: Iterable[Document], vocab: int) -> Iterator[np.ndarray]:
-    """Token ids of each document, end-of-text included; encodes a few MB at a time on all cores."""
+class _HasText(Protocol):
+    @property
+    def text(self) -> str: ...
+
+
+Item = TypeVar("Item", bound=_HasText)
+
+
+def encode_all(tokenizer: Tokenizer, documents: Iterable[Item]) -> Iterator[tuple[Item, list[int]]]:
+    """(document, its token ids) in order: groups of a few MB, each on all cores, the next read meanwhile.
+
+    Holds `_AHEAD` groups beyond the one that is being consumed, however long the documents' stream is.
+    """
+    source = iter(documents)
+    with ThreadPoolExecutor(1, "encode") as pool:
+        ahead: deque[tuple[list[Item], Future[Any]]] = deque()
+        while True:
+            while len(ahead) < _AHEAD and (group := list(_group(source))):
+                texts = [document.text for document in group]
+                encode = functools.partial(tokenizer.encode_batch_fast, texts, add_special_tokens=False)
+                ahead.append((group, pool.submit(encode)))
+            if not ahead:
+                return
+            group, encoded = ahead.popleft()
+            for document, encoding in zip(group, encoded.result(), strict=True):
+                yield document, encoding.ids
+
+
+def _group(documents: Iterator[Item]) -> Iterator[Item]:
+    size = 0
+    while size < _ENCODE_CHARACTERS and (document := next(documents, None)) is not None:
+        size += len(document.text) + 1
+        yield document
+
+
+def encode(
+    tokenizer: Tokenizer,
+    documents: Iterable[Document],
+    vocab: int,
+    *,
+    tell: Callable[[int, int], None] = lambda characters, tokens: None,
+) -> Iterator[np.ndarray]:
+    """Token ids of each document, end-of-text included; `tell` hears the characters and tokens so far."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     dtype = token_dtype(vocab)
-
-    def flush(texts: list[str]) -> Iterator[np.ndarray]:
-        for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
-            yield np.array([*encoding.ids, end], dtype=dtype)
-
-    pending: list[str] = []
-    size = 0
-    for document in documents:
-        pending.append(document.text)
-        size += len(document.text)
-        if size >= _ENCODE_CHARACTERS:
-            yield from flush(pending)
-            pending, size = [], 0
-    yield from flush(pending)
+    characters = tokens = 0
+    for document, ids in encode_all(tokenizer, documents):
+        characters, tokens = characters + len(document.text), tokens + len(ids) + 1
+        tell(characters, tokens)
+        yield np.array([*ids, end], dtype=dtype)
 
 
 def _schema(kind: str, column: pa.DataType, *, tokenizer_sha256: str, vocab: int, source: str) -> pa.Schema:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from fp4core.__main__ import main
 from fp4core.train import build_shards as module
-from fp4core.train import documents
+from fp4core.train import documents, tokens
 from fp4core.train.build_shards import ShardJob, build_shards
 from fp4core.train.shards import TokenStream
 from fp4core.train.tokens import END_OF_TEXT
@@ -98,7 +98,7 @@ def test_interrupted_build_goes_on_to_the_same_bytes(collections, built, tmp_pat
 
     out = tmp_path / "shards"
     monkeypatch.setattr(module, "read_documents", failing)
-    monkeypatch.setattr(module, "_CHARACTERS", 1500)
+    monkeypatch.setattr(tokens, "_ENCODE_CHARACTERS", 1500)
     with pytest.raises(KeyboardInterrupt):
         build_shards(job(collections, out), note=lambda line: None)
     assert not (out / "shards.json").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from fp4core.recipe import load_study
 from fp4core.train import corpus, shards, tokens
 from fp4core.train.data import prepare_data
 from fp4core.train.order import permute, window_at
+from fp4core.train.progress import Reading
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 63, 64, 65, 1000])
@@ -164,3 +166,37 @@ def test_corpus_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_duplicates_are_dropped() -> None:
     documents = [corpus.Document("a", "x"), corpus.Document("b", "y"), corpus.Document("c", "x")]
     assert [d.name for d in corpus.unique(documents, set())] == ["a", "b"]
+
+
+def test_encoding_reads_ahead_by_a_few_groups_only(monkeypatch: pytest.MonkeyPatch, tiny_data: Path) -> None:
+    """Memory stays bounded however long the stream is, and every document comes out once, in order."""
+    monkeypatch.setattr(tokens, "_ENCODE_CHARACTERS", 100)
+    tokenizer = Tokenizer.from_file(str(tiny_data / "tokenizer.json"))
+    read: list[int] = []
+
+    def documents() -> Iterator[corpus.Document]:
+        for number in range(200):
+            read.append(number)
+            yield corpus.Document(str(number), f"address number {number:04}")
+
+    lead = []
+    for place, (document, ids) in enumerate(tokens.encode_all(tokenizer, documents())):
+        assert document.name == str(place)
+        assert tokenizer.decode(ids) == document.text
+        lead.append(len(read) - place)
+    assert len(lead) == 200
+    assert max(lead) <= 3 * 5  # three groups of five texts of 19 characters and one each
+
+
+def test_encoding_tells_how_far_it_is(tiny_data: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_data / "tokenizer.json"))
+    texts = [corpus.Document(str(n), "word " * n) for n in range(1, 5)]
+    told: list[tuple[int, int]] = []
+    arrays = list(tokens.encode(tokenizer, texts, 300, tell=lambda *now: told.append(now)))
+    assert told[-1] == (sum(len(d.text) for d in texts), sum(map(len, arrays)))
+    lines: list[str] = []
+    with Reading("data", total=50, note=lines.append) as bar:
+        bar._told -= 60
+        bar.at(0, 0)
+        bar.at(25, 7)
+    assert len(lines) == 1 and lines[0].startswith("data: 50.0% · 7 tokens · ETA ")
