@@ -222,7 +222,7 @@ def main(argv: list[str]) -> int:
         "versions": package_versions(),
         "commit": options.commit or identity["commit"],
         "date_utc": utc_now(),
-        "command": "python -m fp4core.bench " + " ".join(argv),
+        "command": "python -m fp4core.bench drill " + " ".join(argv),
     }
     # they share the device with the drill: bits are compared, not times
     repeats = [] if options.no_repeat else _start_repeats(routes, options.device)
