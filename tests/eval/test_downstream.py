@@ -7,12 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
 from eval import benchmarks, downstream, export, lm_tasks, oracle, score
 from eval.__main__ import main
+from fp4core import recipe as recipes
 from fp4core import records
 from fp4core.model import rope_inv_freq
 
@@ -213,6 +215,45 @@ def test_bound_study_without_evaluation_data_says_what_to_bind(pristine, tmp_pat
     study = replace(pristine.study, data=replace(pristine.study.data, source="bound"))
     with pytest.raises(ValueError, match="fp4core bind evaluation DIR"):
         downstream.select(study, tmp_path / "inputs.yaml")
+
+
+def test_bound_study_scores_the_whole_bound_sets_at_its_shots(scored, tmp_path):
+    """The report's study in small: every bound item is scored, its shots come from the bound training split."""
+    from fp4core.train.bind import bind
+
+    sets = bound_sets()
+    for name, splits in sets.items():
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for split, rows in splits.items():
+            pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / name / f"{split}.parquet")
+    inputs = tmp_path / "inputs.yaml"
+    bind("evaluation", tmp_path / "data", inputs=inputs, note=lambda *_: None)
+    report = recipes.load_study("report")
+    chosen = downstream.select(replace(report, study="small"), inputs)
+    assert {n: one.shots for n, one in chosen.items()} == {
+        "mmlu": 5, "hellaswag": 10, "winogrande": 5, "arc_challenge": 25,
+    }  # fmt: skip
+    for name, one in chosen.items():
+        split = one.source.benchmark.scored_split
+        assert one.source.origin == "bound evaluation data" and one.size == len(sets[name][split])
+        assert one.pool_name == ("dev" if name == "mmlu" else "train")
+    found = run_score(scored, chosen, batch_size=8)
+    assert {row["task"]: row["shots"] for row in found.tasks} == {n: one.shots for n, one in chosen.items()}
+    assert all(row["truncated"] == row["n"] for row in found.tasks if row["task"] != "winogrande")
+
+
+def bound_sets() -> dict[str, dict[str, list]]:
+    """A few rows of the package's sets as a user binds them: scored splits and splits for shots."""
+    loaded = {name: benchmarks.load(name).splits for name in benchmarks.BENCHMARKS}
+    subject = loaded["mmlu"]["test"][0]["subject"]
+    mmlu = {part: [r for r in rows if r["subject"] == subject] for part, rows in loaded["mmlu"].items()}
+    swag, grande, arc = (loaded[name] for name in ("hellaswag", "winogrande", "arc_challenge"))
+    return {
+        "mmlu": {"test": mmlu["test"][:3], "dev": mmlu["dev"]},
+        "hellaswag": {"validation": swag["validation"][:2], "train": swag["validation"][-30:]},
+        "winogrande": {"validation": grande["validation"][:3], "train": grande["validation"][-12:]},
+        "arc_challenge": {"test": arc["test"][:2], "train": arc["validation"][:40]},
+    }
 
 
 def test_names_of_leaf_tasks_are_those_of_lm_eval():
