@@ -218,7 +218,7 @@ def test_bound_study_without_evaluation_data_says_what_to_bind(pristine, tmp_pat
 
 
 def test_bound_study_scores_the_whole_bound_sets_at_its_shots(scored, tmp_path):
-    """The report's study in small: every bound item is scored, its shots come from the bound training split."""
+    """The report's study in small: every bound item is scored, shots come from the bound training split."""
     from fp4core.train.bind import bind
 
     sets = bound_sets()
