@@ -17,7 +17,7 @@ import torch
 from fp4core.bench import common
 from fp4core.bench.workload import GROUPS, GroupData
 
-COPY_BYTES = 2**30
+COPY_BYTES = 2**29
 
 
 def view_bytes(route: str) -> int:

@@ -241,6 +241,7 @@ def main(argv: list[str]) -> int:
         )
         part = [r for r in found if r["route"] == route]
         print(common.table(part, ["route", "boundary", "stage", "schedule", "milliseconds"]), flush=True)
+        common.write_record("boundary", found, options.out)
     print("written", common.write_record("boundary", found, options.out))
     return 0
 

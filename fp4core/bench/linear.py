@@ -157,6 +157,7 @@ def main(argv: list[str]) -> int:
         columns = ["tokens", "linears", "route", "ms", "bf16_ms", "ratio", "tflops", "bf16_tflops"]
         columns += ["ceiling", "at_copy", "misfits"]
         print(common.table([r for r in rows if r["tokens"] == tokens], columns), flush=True)
+        common.write_record("linear", rows, options.out)
     peer_rows = measure_peers(8192, routes[0], device) if options.peers else []
     if peer_rows:
         print(common.table(peer_rows, ["implementation", "ms", "bf16_ms", "ratio", "carrier_speedup"]))

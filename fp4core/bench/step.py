@@ -187,9 +187,15 @@ def _report(name: str, options: argparse.Namespace) -> int:
             rows.append(row)
             print(
                 f"{row['route']}{' + head' if head else ''}: {row['ms']:.2f} ms, {row['ratio']:.3f}x, "
-                f"{row['memory_gib']:.1f} GiB, {row['misfits']} misfits",
+                f"{row['memory_gib']:.1f} GiB, {row['misfits']} misfits"
+                + (
+                    f", at most {row['at_copy']:.3f}x with boundaries at the copy rate"
+                    if "at_copy" in row
+                    else ""
+                ),
                 flush=True,
             )
+            common.write_record(name, rows, options.out)
     columns = [
         "route",
         "head",

@@ -5,9 +5,9 @@ carriers:
 
     serial   the arithmetic writes BF16, the producers read it
     fused    one kernel does the arithmetic and makes the views of activations (the row view forward, the
-             column view of what backward computes again); gradients go to the producers, which make both
-             views from one load. The default: on an H200 faster than one kernel for everything, whose
-             registers leave it two warps per scheduler (NOTES.md)
+             column view of what backward computes again); gradients of SiLU and RMSNorm go to the producers,
+             which make both views from one load. The default: on an H200 faster than one kernel for
+             everything, whose registers leave it two warps per scheduler (NOTES.md)
     single   one kernel per boundary where every view is of one MX format
 
 Formats whose scales wait for a tensor's or stripe's maximum are done in series under every schedule. Shapes:
@@ -58,9 +58,10 @@ def _mx_col(g: Group) -> bool:
     return _SCHEDULE[0] != "serial" and is_mx(op) and op.rounding == "nearest"
 
 
-def _mx_gradients(g: Group) -> bool:
+def _mx_gradients(g: Group, *schedules: str) -> bool:
     row, col = g.operands[DY_ROW], g.operands[DY_COL]
-    return _SCHEDULE[0] == "single" and is_mx(row) and row.format == col.format and col.rounding == "nearest"
+    mx = is_mx(row) and row.format == col.format and col.rounding == "nearest"
+    return mx and _SCHEDULE[0] in (schedules or ("single",))
 
 
 def _carrier(g: Group, view: int, data: Tensor) -> Carrier:
@@ -167,7 +168,7 @@ def rope_backward(
             at += width
         return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)]
 
-    if _mx_gradients(g):
+    if _mx_gradients(g, "fused", "single"):  # little arithmetic, so one kernel is the faster one here
         return settled(g, [DY_ROW, DY_COL], make)
     flat = [d.new_empty((t, width)) for d, width in zip(grads, widths)]
     for i, (d, out) in enumerate(zip(grads, flat)):
