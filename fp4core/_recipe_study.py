@@ -79,7 +79,9 @@ class TrainConfig:
     schedule: Literal["constant"] = entry("constant", doc="after warmup")
     log_every: int = entry(10, doc="steps between logged rows", min=1)
     keep_last: int = entry(1, doc="resume checkpoints kept besides the cuts", min=1)
-    activation_checkpoint: Literal["none", "selective", "full"] = entry("none")
+    activation_checkpoint: Literal["none", "selective", "full"] = entry(
+        "none", doc="recomputed in backward: nothing, all but products and attention, whole blocks"
+    )
     compile: bool = entry(False)
     threads: int = entry(1, doc="CPU threads of one process", min=1)
     device: Literal["auto", "cpu", "cuda"] = entry("auto")

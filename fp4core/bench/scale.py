@@ -132,10 +132,10 @@ def main(argv: list[str]) -> int:
         settings = dataclasses.asdict(parse_job(f"bf16:{options.defaults}", defaults))
         defaults = {k: v for k, v in settings.items() if k != "route"}
     jobs = [parse_job(text, defaults) for text in options.jobs or (*ROUTES, *SCALING)]
-    return _run(jobs, options)
+    return _run(jobs, options, argv)
 
 
-def _run(jobs: list[Job], options: argparse.Namespace) -> int:
+def _run(jobs: list[Job], options: argparse.Namespace, argv: list[str]) -> int:
     began, end = time.time(), time.time() + options.max_seconds
     identity = code_identity()
     head = {
@@ -144,7 +144,7 @@ def _run(jobs: list[Job], options: argparse.Namespace) -> int:
         "commit": options.commit or identity["commit"],
         "dirty": identity["dirty"],
         "date_utc": utc_now(),
-        "command": "python -m fp4core.bench " + " ".join(sys.argv[1:]),
+        "command": "python -m fp4core.bench scale " + " ".join(argv),
         "max_seconds": options.max_seconds,
     }
     rows: list[dict[str, Any]] = []

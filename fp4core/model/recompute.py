@@ -1,7 +1,13 @@
 """Activation checkpointing of one block: none, selective or full.
 
-"selective" keeps the outputs of matrix products, attention and fp4core's own ops, and recomputes norms,
-rotations, SiLU and casts: little time for about half of the memory.
+"full" keeps a block's input and makes the rest again. "selective" decides per operation: it keeps what matrix
+products, attention and fp4core's own operators return, and makes norms, rotations, SiLU, casts and, on the
+reference backend, quantisation again. It is not torchtitan's option of recomputing every n-th block.
+
+Measured on the reference backend (4 blocks of 512, 2048 tokens, any route): 319 MiB are kept with "none", 119
+with "selective", 23 with "full". On the carrier backend the operators return encoded views for both
+gradients, and "selective" keeps all of them, those included that "none" would free: what it saves there is
+smaller and has not been measured. Gradients are the same bits under every policy.
 """
 
 from __future__ import annotations
