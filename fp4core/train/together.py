@@ -41,8 +41,9 @@ def one_line_errors(world: World) -> Iterator[None]:
         ) from error
     except torch.OutOfMemoryError as error:
         raise RunError(
-            f"out of device memory ({str(error).splitlines()[0]}); lower train.local_batch or set "
-            "train.activation_checkpoint, then run again"
+            f"out of device memory ({str(error).splitlines()[0]}); on more ranks, or with keep_gathered: "
+            "false, the same command goes on from the last complete checkpoint; a smaller train.local_batch "
+            "or train.activation_checkpoint: full begins the run again (the old one is archived)"
         ) from error
     except RuntimeError as error:
         if world.size == 1 or not is_lost_rank(error):

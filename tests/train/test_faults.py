@@ -247,6 +247,29 @@ def test_full_disk_is_one_line(
     assert [row[0] for row in lab.metrics("bf16")] == [1, 2, 3, 4, 5, 6]
 
 
+def test_exhausted_device_memory_is_one_line(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = engine.Engine.gradients
+
+    def exhausted(self: engine.Engine, step: int) -> float:
+        if step == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand a long tale")
+        return real(self, step)
+
+    lab.write_study(async_checkpoint=True)
+    monkeypatch.setattr(engine.Engine, "gradients", exhausted)
+    assert lab.train("bf16") == 1
+    message = _one_error(capfd)
+    assert "out of device memory (CUDA out of memory. Tried to allocate 20 GiB); on more ranks" in message
+    # what was being written when it happened is whole
+    assert checkpoint.verify(lab.run_path("bf16") / "checkpoints" / "step-00000004") is None
+    monkeypatch.undo()
+    lab.write_study()
+    assert lab.train("bf16") == 0
+    assert [row[0] for row in lab.metrics("bf16")] == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -11,6 +11,7 @@ from conftest import Lab
 
 from fp4core.recipe import list_routes
 from fp4core.records import read_json
+from fp4core.train.checkpoint import verify
 
 SHORT = {"steps": 2, "cuts": [2], "endpoint_step": 2, "local_batch": 2, "clip": 100.0}
 
@@ -113,9 +114,11 @@ def test_sharded_checkpoints_have_a_file_per_rank(lab: Lab) -> None:
     ]
 
 
-def test_a_vanished_rank_ends_the_run(lab: Lab) -> None:
+@pytest.mark.parametrize("beside", [False, True], ids=["waiting", "asynchronous"])
+def test_a_vanished_rank_ends_the_run(beside: bool, lab: Lab) -> None:
     """No hang: the rank that is left says so in one line, and its last checkpoint is whole."""
-    lab.write_study(steps=4000, cuts=[4000], endpoint_step=4000, checkpoint_every=2, local_batch=2)
+    settings = {"steps": 4000, "cuts": [4000], "endpoint_step": 4000, "checkpoint_every": 2}
+    lab.write_study(**settings, local_batch=2, async_checkpoint=beside)
     processes = lab.start_ranks(2, ["bf16"])
     deadline = time.monotonic() + 60
     while not any(lab.run_path("bf16").glob("checkpoints/step-*")):
@@ -128,6 +131,8 @@ def test_a_vanished_rank_ends_the_run(lab: Lab) -> None:
     errors = [line for line in lab.output.read_text().splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
     assert "another process of the run is gone" in errors[0]
+    newest = max((lab.run_path("bf16") / "checkpoints").glob("step-*"))
+    assert verify(newest) is None
 
 
 def test_an_error_of_the_first_rank_is_everyones(lab: Lab) -> None:
