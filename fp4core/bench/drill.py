@@ -1,7 +1,7 @@
 """Resume drill on this machine's device: interrupt a run at random moments, go on, end with the same bits.
 
     python -m fp4core.bench drill --out FILE [--routes bf16,mxfp4_sr] [--kills 3] [--kinds step,write]
-                                  [--max-seconds 90]
+                                  [--ranks 1] [--max-seconds 90]
 
 Per route two runs of ``python -m fp4core train`` on the same made-up tokens: one left alone, one interrupted
 ``--kills`` times, in the ways of ``drill_kills`` by turns. Equal means that every file of the last checkpoint
@@ -201,6 +201,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--routes", default="bf16,mxfp4_sr")
     parser.add_argument("--kills", type=int, default=3, help="interruptions of every route's broken run")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--ranks", type=int, default=1, help="processes (GPUs) of each run, sharded")
     parser.add_argument("--steps", type=int, help="default: enough for the interruptions")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--max-seconds", type=float, default=90.0)
@@ -227,8 +228,9 @@ def main(argv: list[str]) -> int:
     # they share the device with the drill: bits are compared, not times
     repeats = [] if options.no_repeat else _start_repeats(routes, options.device)
     with tempfile.TemporaryDirectory() as folder:
-        study = settings(options.device, steps=steps, deterministic=not options.fast)
-        bench = Bench(Path(folder), study)
+        whole = {"deterministic": not options.fast, "local_batch": 2 if options.ranks <= 2 else 1}
+        study = settings(options.device, steps=steps, **whole)
+        bench = Bench(Path(folder), study, ranks=options.ranks)
         record["settings"] = study
         record["rows"] = drill(bench, routes, options.kills, kinds, end - 10)
     write_json(options.out, record)

@@ -19,11 +19,14 @@ import subprocess
 import time
 from typing import Any
 
+import psutil
+
 from fp4core.bench.drill_lab import Bench
 
 KINDS = ("step", "write", "async write", "sigterm", "budget", "evaluation")
 _STOPPED = 75
 _SPREAD = 0.5  # seconds
+_GONE = 60.0  # seconds that a killed process may take to give its memory back
 
 
 def plan(kills: int, kinds: tuple[str, ...], rng: random.Random) -> list[str]:
@@ -77,8 +80,7 @@ class Broken:
     def kill(self) -> None:
         """End the process in flight at the end of the drill's time."""
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            _kill(self.process)
             self.error = self.error or "time limit"
 
     def _next(self) -> None:
@@ -118,8 +120,7 @@ class Broken:
                 self.error, self.ended = f"SIGTERM gave exit code {self.process.returncode}", True
                 return
         else:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            _kill(self.process)
         self._made()
 
     def _made(self) -> None:
@@ -128,3 +129,19 @@ class Broken:
         self.made.append({"kind": self.kind, "newest": newest, "half_written": bool(half)})
         print(f"[drill] {self.route}: {self.kind}, newest whole {newest}, starts again", flush=True)
         self._next()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """kill -9 to every process of the run, and wait until the last has let go of its lock."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    until = time.time() + _GONE
+    while time.time() < until and any(_lives(other, process.pid) for other in psutil.process_iter()):
+        time.sleep(0.01)
+
+
+def _lives(other: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(other.pid) == group and other.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, ProcessLookupError):
+        return False

@@ -86,10 +86,10 @@ def make_data(directory: Path, study: Any) -> None:
 
 
 class Bench:
-    """Recipes folders with the drill's study, its data, and runs on them."""
+    """Recipes folders with the drill's study, its data, and runs of `ranks` processes on them."""
 
-    def __init__(self, root: Path, study: dict[str, Any]) -> None:
-        self.root = root
+    def __init__(self, root: Path, study: dict[str, Any], *, ranks: int = 1) -> None:
+        self.root, self.ranks = root, ranks
         for folder, beside in (("recipes", False), ("recipes-async", True)):
             (root / folder / "studies").mkdir(parents=True)
             (root / folder / "routes").symlink_to((recipes_dir() / "routes").resolve())
@@ -120,10 +120,16 @@ class Bench:
         """In a process group of its own; its output goes to a file."""
         recipes = self.root / ("recipes-async" if beside else "recipes")
         where = ["--study", "drill", "--recipes", str(recipes), "--results", str(self.results(name))]
-        line = [sys.executable, "-m", module, command, *where, "--route", route, "--seed", "0", *more]
+        line = [module, command, *where, "--route", route, "--seed", "0", *more]
+        if self.ranks > 1 and command == "train":
+            line = ["fp4core.bench.drill_ranks", str(self.ranks), *line]
         with open(self.log(name, route), "ab") as log:
             return subprocess.Popen(
-                line, stdout=log, stderr=log, env={**ENVIRONMENT, **os.environ}, start_new_session=True
+                [sys.executable, "-m", *line],
+                stdout=log,
+                stderr=log,
+                env={**ENVIRONMENT, **os.environ},
+                start_new_session=True,
             )
 
     def log(self, name: str, route: str) -> Path:
