@@ -9,6 +9,8 @@ later steps: the work that was done again has one point per step.
 from __future__ import annotations
 
 import importlib.util
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ _TAGS = {
     "replays": "speed/replayed_steps",
 }
 _FLUSH_SECONDS = 10
+_NAME = re.compile(r"events\.out\.tfevents\.(\d+)\.")
 
 
 def need_tensorboard() -> None:
@@ -43,6 +46,7 @@ class Events:
         if directory is not None:
             from torch.utils.tensorboard import SummaryWriter
 
+            _next_second(directory)
             self._writer = SummaryWriter(str(directory), purge_step=after + 1, flush_secs=_FLUSH_SECONDS)
 
     def add(self, row: dict[str, Any], mfu: float | None) -> None:
@@ -60,3 +64,11 @@ class Events:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _next_second(directory: Path) -> None:
+    """TensorBoard reads files in the order of their names, which begin with the second they were made in."""
+    found = (_NAME.match(path.name) for path in directory.glob("events.*"))
+    latest = max((int(match[1]) for match in found if match), default=0)
+    if 0 <= latest + 1 - time.time() <= 1:
+        time.sleep(latest + 1 - time.time() + 0.01)

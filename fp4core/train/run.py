@@ -89,8 +89,9 @@ def train(request: Request, *, world: World) -> Path:
             trajectory = _Trajectory(request, world, run.identity())
             try:
                 return trajectory.train(target)
-            finally:
+            except Exception:  # an interrupt from the keyboard does not wait
                 trajectory.checkpoints.close()
+                raise
 
 
 class _Trajectory:

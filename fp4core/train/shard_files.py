@@ -11,6 +11,7 @@ File: u64 length of the header, header (JSON, padded with spaces to a multiple o
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -62,6 +63,13 @@ class ShardWriter(HuggingFaceStorageWriter):
         super().__init__(str(directory), fqn_to_index_mapping=indices, save_distributed=True)
         self._directory, self._indices, self._staging = Path(directory), indices, staging
         self._files: dict[str, list[tuple[str, list[int], Tensor]]] = {}
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Number the ranks' files, from 1."""
+        return [
+            dataclasses.replace(plan, storage_data={"shard_index": rank})
+            for rank, plan in enumerate(plans, 1)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         """Collect what this rank is to write."""
