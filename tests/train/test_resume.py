@@ -14,6 +14,7 @@ from conftest import Lab
 
 from fp4core.recipe import list_routes
 from fp4core.records import read_json
+from fp4core.train.engine import Engine
 
 
 @pytest.mark.parametrize("route", list_routes())
@@ -122,3 +123,26 @@ def test_finished_run_is_left_alone(lab: Lab, capfd: pytest.CaptureFixture[str])
     marker = read_json(lab.results / "done.json")
     assert lab.results / marker["record"] == summary
     assert marker["recipe_hash"] == read_json(summary)["recipe_hash"]
+
+
+def test_replayed_steps_are_counted(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was made again has one row; the count goes on after a restart."""
+    real = Engine._exact_gradients
+
+    def replayed(self: Engine, step: int) -> tuple[float, bool]:
+        return real(self, step)[0], step in (2, 5)
+
+    monkeypatch.setattr(Engine, "_exact_gradients", replayed)
+    assert lab.train("bf16", "--until", "4") == 0
+    assert lab.train("bf16") == 0
+    table = pq.read_table(lab.run_path("bf16") / "metrics.parquet")
+    assert table["step"].to_pylist() == [1, 2, 3, 4, 5, 6]
+    assert table["replays"].to_pylist() == [0, 1, 1, 1, 2, 2]
+
+
+def test_metrics_of_before_the_count_go_on(lab: Lab) -> None:
+    assert lab.train("bf16", "--until", "3") == 0
+    path = lab.run_path("bf16") / "metrics.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["replays"]), path)
+    assert lab.train("bf16") == 0
+    assert pq.read_table(path)["replays"].to_pylist() == [None, None, None, 0, 0, 0]
