@@ -33,18 +33,19 @@ from fp4core.bench.drill_lab import ENVIRONMENT, Bench, default_steps, settings
 from fp4core.bench.scale_job import Job, Pairs
 from fp4core.records import code_identity, package_versions, read_json, utc_now, write_json
 
-_EVALUATION_S = 4.0  # roughly, of the small study
+_EVALUATION_S = {"cpu": 4.0, "cuda": 20.0}  # roughly, of the small study, start included
 
 
 def drill(
     bench: Bench, routes: list[str], kills: int, kinds: tuple[str, ...], deadline: float, seed: int = 0
 ) -> list[dict[str, Any]]:
     """Run, interrupt and compare; one row per route. Whole and broken runs go on side by side."""
+    evaluation_s = _EVALUATION_S[bench.study.train.device]
     whole = {route: bench.start("whole", route) for route in routes}
     broken = {}
     for number, route in enumerate(routes):
         rng = random.Random(f"{seed}/{number}")
-        broken[route] = Broken(bench, route, plan(kills, kinds, rng), rng, _EVALUATION_S)
+        broken[route] = Broken(bench, route, plan(kills, kinds, rng), rng, evaluation_s)
     while time.time() < deadline and not all(b.ended for b in broken.values()):
         for each in broken.values():
             if not each.ended:

@@ -5,7 +5,8 @@
     async write  the same under asynchronous checkpoints
     sigterm      SIGTERM at a random moment: the run must write a checkpoint and exit with 75
     budget       a time limit of seconds: the same
-    evaluation   kill -9 during `python -m eval validate` of the finished run
+    evaluation   kill -9 during `python -m eval validate` of the finished run: at a random moment, or once the
+                 first of its cuts is scored
 
 After each the same command starts again.
 """
@@ -87,6 +88,7 @@ class Broken:
         takes = bool(self.waiting) and (self.waiting[0] == "evaluation") == self.trained
         self.kind = self.waiting.pop(0) if takes else None
         self.known = self.bench.checkpoints("broken", self.route)
+        self.scored = len(self.bench.records("broken", self.route))
         self.began, self.due = time.time(), None
         self.process = self._start()
 
@@ -100,6 +102,8 @@ class Broken:
     def _now(self) -> bool:
         if self.kind == "budget":
             return False
+        if self.kind == "evaluation" and len(self.bench.records("broken", self.route)) > self.scored:
+            return True
         if self.kind in ("write", "async write"):
             return any(self._is_new(path) for path in self.bench.half_written("broken", self.route))
         if self.due is None and self.bench.checkpoints("broken", self.route) - self.known:

@@ -155,7 +155,10 @@ class Bench:
         columns = ("step", "loss", "grad_norm", "lr", "tokens")
         return read_json(last)["files"], list(zip(*(table[c].to_pylist() for c in columns), strict=True))
 
+    def records(self, name: str, route: str) -> list[Path]:
+        """Records of the cuts that are scored, by step."""
+        return sorted((self.results(name) / "validation" / route / "s0").glob("step-*.json"))
+
     def scores(self, name: str, route: str) -> dict[str, Any]:
         """Cut -> NLL of every validation sequence."""
-        found = sorted((self.results(name) / "validation" / route / "s0").glob("step-*.json"))
-        return {path.stem: read_json(path)["sequence_nll"] for path in found}
+        return {path.stem: read_json(path)["sequence_nll"] for path in self.records(name, route)}
