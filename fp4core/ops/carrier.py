@@ -47,8 +47,8 @@ def defer(model: nn.Module, deferred: bool = True) -> None:
 def misfits(model: nn.Module) -> list[Misfit]:
     """Tensors of the last step whose blocks did not fit their carriers; empty when the step is exact.
 
-    Synchronises once. Adapts references and types, so that a repeated step fits; three repetitions always
-    suffice (a new reference, a wider type, BF16). Call it after backward and before the optimizer.
+    Synchronises once. The repeated step checks every tensor as it is made (a new reference, a wider type,
+    BF16), so one repetition suffices; it is slower. Call it after backward and before the optimizer.
     """
     found = _groups(model)
     return sys.modules[_GROUPS].read(found) if found else []
@@ -74,7 +74,7 @@ def memory(model: nn.Module) -> int:
 def counters(model: nn.Module) -> dict[str, int]:
     """What exactness cost so far, for the training metrics.
 
-    Returns: ``misfits`` tensors that did not fit, ``replays`` groups that asked for a repeated step, and the
+    Returns: ``misfits`` tensors found not to fit when checked, ``replays`` steps that were repeated, and the
     number of contractions now on ``fp8`` and ``bf16`` carriers among those that could use FP8.
     """
     total: Counter[str] = Counter(misfits=0, replays=0, fp8=0, bf16=0)

@@ -12,8 +12,8 @@ its device, because that is what a custom op is given; nothing here ever changes
 Modes. ``check`` reads the state after every producer and repeats it with a better plan when a block did not
 fit: exact at once, one host synchronisation per producer. ``deferred`` never waits: ``misfits`` reads all
 states of a model in one copy, between backward and the optimizer, and when it reports anything the step is
-replayed, with the same random bits, under the plan it has just adapted. A view's first call is always
-checked, so that training starts with references that fit.
+repeated in the mode ``check``, with the same random bits. A view's first call is always checked, so that
+training starts with references that fit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fp4core import formats
 from fp4core.ops import spec as specs
 from fp4core.ops.carrier_gemm import Carrier
-from fp4core.ops.carrier_plan import RANGE, VIEW_NAMES, VIEWS, Plan, is_mx, operands
+from fp4core.ops.carrier_plan import RANGE, VIEW_NAMES, VIEWS, W_COL, W_ROW, Plan, is_mx, operands
 from fp4core.recipe import LinearRecipe, Operand
 
 _STATES = 4096  # views per device table; 682 groups
@@ -124,7 +124,8 @@ class Group:
         self.weights = Weights()
         self._watched: list[weakref.ref[Tensor]] = []
         self.misfits = 0  # producers' misfit reports so far
-        self.replays = 0
+        self.replays = 0  # steps repeated, counted where the first misfit was seen
+        self.recheck = False  # the step is a repetition: check every view at once
 
     def spans(
         self, rows: list[list[int]], views: Iterable[int]
@@ -198,7 +199,8 @@ class Group:
 
     def must_check(self, views: Iterable[int]) -> bool:
         """Whether a producer of these views has to be settled at once."""
-        return any(is_mx(self.operands[v]) and not (self.deferred and self.calibrated[v]) for v in views)
+        ahead = self.deferred and not self.recheck
+        return any(is_mx(self.operands[v]) and not (ahead and self.calibrated[v]) for v in views)
 
 
 _DEFERRED: set[tuple[torch.device, str, int]] = set()  # (device, spec, producer) of linears that run ahead
@@ -256,48 +258,62 @@ def forget() -> None:
 
 @dataclass(frozen=True)
 class Misfit:
-    """One view that did not fit its carrier in a step.
+    """One view whose blocks did not fit its carrier in a step, or that was computed from one which did not.
 
     Attributes:
         producers: the group's producer ids.
         view: which operand.
-        action: what the plan does about it.
     """
 
     producers: tuple[int, ...]
     view: str
-    action: str
 
 
 def read(found: list[Group]) -> list[Misfit]:
-    """Read the groups' states in one copy per device, adapt the plans that need it, start new counts.
+    """Read the groups' states in one copy per device, move references with little room, start new counts.
 
-    The device waits for this, so the usual case is short: when every block of ``found`` fitted with room to
-    spare, counts are cleared and nothing else happens.
+    A block that did not fit was written as whatever its bits gave, and all that was computed from it is as
+    worthless, extremes included. So a misfit moves no plan here: the groups check every tensor of the
+    repeated step at once, where each is judged by exact data, and one repetition suffices.
+
+    The device waits for this, so the usual case is short: when every block fitted with room to spare, counts
+    are cleared and nothing else happens.
     """
     report: list[Misfit] = []
     for device in {g.device for g in found}:
         table = _table(device)
         rows = table.data[: table.used].to("cpu", copy=True)
         mine = [g for g in found if g.device == device]
-        if len(mine) * VIEWS == table.used:
-            tight = (rows[:, 1:3] > table.limits[: table.used]).any(1) | (rows[:, 3] > 0)
-            if not bool(tight.any()):
-                table.data[: table.used, 1:].zero_()
-                continue
-            crowded = {int(i) // VIEWS for i in tight.nonzero()}
-            mine = [g for g in mine if g.first // VIEWS in crowded]
-            table.data[: table.used, 1:].zero_()
-        for g in mine:
-            seen, bad = g.spans(rows[g.first : g.first + VIEWS].tolist(), range(VIEWS))
-            changed = g.plan.adapt(seen)
-            g.misfits += len(bad)
-            g.replays += bool(bad)
-            action = "; ".join(changed) or "reference moved"
-            report += [Misfit(g.producers, VIEW_NAMES[v], action) for v in bad]
-            g.note_limits()
-        if mine:
+        whole = len(mine) * VIEWS == table.used
+        if not whole:
             places = torch.tensor([g.first + v for g in mine for v in range(VIEWS)])
+        seen = rows if whole else rows[places]
+        limits = table.limits[: table.used] if whole else table.limits[places]
+        misfit = bool((seen[:, 3] > 0).any())
+        crowded = []
+        for g in mine:
+            g.recheck = misfit
+        if misfit:
+            bad = [(g, v) for g in mine for v in range(VIEWS) if rows[g.first + v, 3]]
+            for g in {g for g, v in bad if v in (W_ROW, W_COL)}:
+                g.drop_weights()  # its encodings are what did not fit
+            bad[0][0].replays += 1
+            report += [Misfit(g.producers, VIEW_NAMES[v]) for g, v in bad]
+        else:
+            tight = (seen[:, 1:3] > limits).any(1).view(-1, VIEWS).any(1)
+            crowded = [(mine if not whole else _by_place(mine))[int(i)] for i in tight.nonzero()]
+        for g in crowded:
+            g.plan.adapt(g.spans(rows[g.first : g.first + VIEWS].tolist(), range(VIEWS))[0])
+            g.note_limits()
+        if whole and not crowded:
+            table.data[: table.used, 1:].zero_()
+        else:
             fresh = torch.tensor([[r, 0, 0, 0] for g in mine for r in g.plan.refs], dtype=torch.int32)
+            if whole:
+                places = torch.tensor([g.first + v for g in mine for v in range(VIEWS)])
             table.data.index_copy_(0, places.to(device), fresh.to(device))
     return report
+
+
+def _by_place(groups_: list[Group]) -> list[Group]:
+    return sorted(groups_, key=lambda g: g.first)
