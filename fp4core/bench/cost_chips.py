@@ -61,14 +61,14 @@ LAUNCH_US = 2.0  # from the end of one kernel to the start of the next
 # H200: what producers of carriers move (one read, both views written), TB/s, of bench/results/producers.json.
 # No rotated BF16 producer without stochastic rounding was measured: the unrotated one's rate stands in.
 CARRIER_PRODUCERS = {
-    "fp8": 3.28,
-    "fp8_rotated": 3.46,
-    "fp8_stochastic": 2.83,
-    "fp8_stochastic_rotated": 2.49,
-    "bf16": 4.04,
+    "fp8": 3.84,
+    "fp8_rotated": 3.37,
+    "fp8_stochastic": 2.90,
+    "fp8_stochastic_rotated": 2.51,
+    "bf16": 4.00,
     "bf16_rotated": 4.04,
-    "bf16_stochastic": 3.77,
-    "bf16_stochastic_rotated": 3.10,
+    "bf16_stochastic": 3.63,
+    "bf16_stochastic_rotated": 3.12,
 }
 
 NVLINK_GBPS = 300.0  # parameter exchange inside one node of eight H200, per GPU; assumed

@@ -182,6 +182,8 @@ def _scale(model: _Model, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
         every = _RECOMPUTED.get(job["activation_checkpoint"])
         if not row.get("tokens_per_s_per_gpu") or every is None or job["route"] not in model.recipes:
             continue
+        if row.get("carrier", {}).get("bf16"):
+            continue  # contractions that left FP8 are not what the model counts
         chip = _chip(row["device"]["name"])
         if chip is None:
             continue

@@ -64,7 +64,7 @@ class Products:
         self.weights = [w.detach() for w in data.weights]
         x = data.x.detach()
         self.x, self.x_col = e.encode(self.group, x, X_ROW, X_COL, state, data.producers[0])
-        self.dy, self.dy_cols = e.encode_gradients(self.group, data.grads, state, True, True)
+        self.dy, self.dy_cols = e.encode_gradients(self.group, list(data.grads), state, True, True)
         self.encoded = e.encode_weights(self.group, self.weights)
 
     def forward(self) -> torch.Tensor:

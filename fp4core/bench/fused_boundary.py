@@ -126,7 +126,7 @@ class _Boundaries:
 
         def down_backward() -> Any:
             rows, _ = encode_gradients(down, [dy], state, True, True)
-            return rows, b.silu_backward(ffn, down, self.dh, gate, up, state)
+            return rows, b.silu_backward(ffn, down, [self.dh], gate, up, state)
 
         def qkv_backward() -> Any:
             return b.rope_backward(qkv, self.dqkv, self.table, state), norm_back(qkv, None)
@@ -241,9 +241,17 @@ def main(argv: list[str]) -> int:
         )
         part = [r for r in found if r["route"] == route]
         print(common.table(part, ["route", "boundary", "stage", "schedule", "milliseconds"]), flush=True)
-        common.write_record("boundary", found, options.out)
-    print("written", common.write_record("boundary", found, options.out))
+        _write(found, options.out)
+    print("written", _write(found, options.out))
     return 0
+
+
+def _write(found: list[dict[str, Any]], out: Path) -> Path:
+    """The record: the two schedules that tables compare, and the third beside them."""
+    main_rows = [r for r in found if r["schedule"] != "single"]
+    return common.write_record(
+        "boundary", main_rows, out, single=[r for r in found if r["schedule"] == "single"]
+    )
 
 
 if __name__ == "__main__":

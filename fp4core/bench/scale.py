@@ -194,11 +194,13 @@ def _one(job: Job, end: float) -> dict[str, Any]:
         except OSError as error:
             problem = str(error)
         record = read_json(out) if out.is_file() else {"job": dataclasses.asdict(job), "title": job.title}
-        others = [read_json(p)["error"] for p in sorted(out.parent.glob("job.rank*.json"))]
+        others = [read_json(p) for p in sorted(out.parent.glob("job.rank*.json"))]
     if problem and "error" not in record:
         record["error"] = problem
     if others:
-        record["errors_of_other_ranks"] = others
+        record["errors_of_other_ranks"] = [other["error"] for other in others]
+        # rank 0 may only have seen that its peer had gone
+        record["out_of_memory"] = any(r.get("out_of_memory") for r in (record, *others))
     return record
 
 

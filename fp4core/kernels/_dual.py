@@ -208,9 +208,7 @@ def dual_kernel(
             start = part * ROW_T
             piece = base + start * (K // 2)
             left = rows - start
-            wp = load_any(
-                piece, K // 2, G, W, VEC, one, left, words, FP32, MASKED, ASM, ROW_T, T, 2
-            )
+            wp = load_any(piece, K // 2, G, W, VEC, one, left, words, FP32, MASKED, ASM, ROW_T, T, 2)
             if ROW_SR:
                 drawn = random_words_of(
                     seed, step, first_token, producer, token + start, feature, PLACES, G, W, False, ROW_T, T

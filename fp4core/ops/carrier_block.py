@@ -171,9 +171,8 @@ def _backward(
     ffn = gate_up.shape[1] // 2
 
     rows, cols = encode_gradients(down_group, [dy], state, True, True)
-    dh = sum_of_products(rows, encode_weights(down_group, weights[6:]).columns)
+    dh = [sum_of_products(rows, encode_weights(down_group, weights[6:]).columns)]
     rows, cols_ffn, h = silu_backward(ffn_group, down_group, dh, gate_up[:, :ffn], gate_up[:, ffn:], state)
-    del dh
     dw_down = _weight_gradients(cols, h, weights[6:])
     del h
     dnormed = sum_of_products(rows, encode_weights(ffn_group, weights[4:6]).columns)

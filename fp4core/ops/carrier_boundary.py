@@ -204,12 +204,19 @@ def _silu_gradients(down: Group, dh: Tensor, gate: Tensor, up: Tensor) -> tuple[
 
 
 def silu_backward(
-    g: Group, down: Group, dh: Tensor, gate: Tensor, up: Tensor, state: Tensor
+    g: Group, down: Group, taken: list[Tensor], gate: Tensor, up: Tensor, state: Tensor
 ) -> tuple[list[Carrier], list[Carrier], Carrier]:
-    """(row operands, column operands of [dgate | dup] for their group, column operand of h for ``down``)."""
+    """(row operands, column operands of [dgate | dup] for their group, column operand of h for ``down``).
+
+    ``taken``: dh alone, taken out of the list, so that its memory is free when dgate and dup are encoded.
+    """
+    dh = taken.pop()
     if not (_mx_gradients(g) and _mx_col(down)):
         dgate, dup, h = _silu_gradients(down, dh, gate, up)
-        rows, cols = encode_gradients(g, [dgate, dup], state, True, True)
+        del dh
+        gradients = [dgate, dup]
+        del dgate, dup
+        rows, cols = encode_gradients(g, gradients, state, True, True)
         return rows, cols, h
 
     def make() -> tuple[list[Carrier], list[Carrier], Carrier]:

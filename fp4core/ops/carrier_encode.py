@@ -146,18 +146,19 @@ def _no_plain_rotation(g: Group, views: Sequence[int]) -> None:
 
 
 def encode_gradients(
-    g: Group, grads: Sequence[Tensor], state: Tensor, rows: bool, cols: bool
+    g: Group, grads: list[Tensor], state: Tensor, rows: bool, cols: bool
 ) -> tuple[list[Carrier], list[Carrier]]:
     """Carriers of the output gradients [T, N_i] of a group's linears.
 
     MX row views of several linears lie side by side in one operand [T, sum N], so that Dgrad is one product;
-    others, whose outer scales differ, and column carriers [N_i, T] stay one per linear.
+    others, whose outer scales differ, and column carriers [N_i, T] stay one per linear. Gradients that are
+    encoded one by one leave the list as they are done, so that their memory is free for the next one's views.
     """
     row, col = (DY_ROW if rows else None), (DY_COL if cols else None)
     ragged = any(n % 32 for dy in grads for n in dy.shape)
     apart = not is_mx(g.operands[DY_ROW]) or g.operands[DY_COL].rounding == "stochastic" or ragged
     if len(grads) == 1 or not rows or apart:
-        pairs = [encode(g, dy, row, col, state, p) for dy, p in zip(grads, g.producers)]
+        pairs = [encode(g, grads.pop(0), row, col, state, p) for p in g.producers]
         return [r for r, _ in pairs if r is not None], [c for _, c in pairs if c is not None]
     views = [v for v in (row, col) if v is not None]
 

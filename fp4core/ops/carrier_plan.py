@@ -12,7 +12,8 @@ whether every block's k - ref lies in the type's range.
 cuBLAS has no E5M2 x E5M2 product, so one operand of every contraction is E4M3: W in Fprop and Dgrad, X in
 Wgrad, unless the observed spans ask for the swap, or for E5M2 on both sides (a Triton product, 10 to 40%
 slower). A block outside the range is counted by its producer ("misfit"), never rounded into range silently:
-the step is replayed with the plan that ``Plan.adapt`` makes.
+the tensor, or in deferred mode the whole step, is made again under the plans that ``Plan.adapt`` makes
+(``carrier_groups``).
 
 Formats whose block scale is no power of two (NVFP4, UE5M3) always use BF16 carriers, which hold every
 E2M1 x E4M3 and E2M1 x UE5M3 product; their outer scales go to the GEMM's epilogue.

@@ -19,7 +19,7 @@ from fp4core.ops.linear import resolve_backend
 class StepGuard(Protocol):
     """`begin` stands before every attempt at a step, `exact` after its backward pass.
 
-    When `exact` is False the backend has adapted itself and the step is made again, `attempts` times in all.
+    When `exact` is False the step is made again, `attempts` times in all.
     """
 
     attempts: int
@@ -31,7 +31,8 @@ class StepGuard(Protocol):
 
 
 class CarrierGuard:
-    """The carrier backend: a new reference, a wider type and BF16 are its three ways out."""
+    """The carrier backend, which checks every tensor of a repeated step as it is made: the second attempt is
+    exact on the rank that asked for it; the others leave room for ranks that ask one after another."""
 
     attempts = 4
 
@@ -47,18 +48,21 @@ class CarrierGuard:
         return not carrier.misfits(self._model)
 
     def state(self) -> list[Any]:
-        """Every group's plan as JSON. A product in BF16 sums in another order than one in FP8, so the types
-        that a run has arrived at belong to it; the references only save a repeated step."""
+        """Every group's plan as JSON, as it is now: an asynchronous checkpoint writes it later.
+
+        A product in BF16 sums in another order than one in FP8, so the types that a run has arrived at belong
+        to it; the references only save a repeated step.
+        """
         from fp4core.ops import carrier_groups
 
         return [
             {
                 "producers": list(g.producers),
-                "kinds": g.plan.kinds,
-                "refs": g.plan.refs,
-                "spans": g.plan.spans,
-                "calibrated": g.calibrated,
-                "fallbacks": g.plan.fallbacks,
+                "kinds": list(g.plan.kinds),
+                "refs": list(g.plan.refs),
+                "spans": list(g.plan.spans),
+                "calibrated": list(g.calibrated),
+                "fallbacks": dict(g.plan.fallbacks),
             }
             for g in carrier_groups.groups(self._model)
             if g.plan.mx
