@@ -69,3 +69,17 @@ def _encodings() -> int:
 def test_plans_of_another_model_are_refused() -> None:
     with pytest.raises(ValueError, match="which no layer has"):
         engine().resume(1, {"carrier_plans": [[{"producers": [9999]}]]})
+
+
+def test_a_state_is_of_its_moment() -> None:
+    """A thread may write it while later steps adapt the plans: what it holds must not move with them."""
+    carrier_groups.forget()
+    one = engine()
+    one.step(1)
+    state = one.extra_state()
+    then = json.dumps(state)
+    for group in carrier_groups.groups(one.model):
+        group.plan.adapt(dict.fromkeys(range(6), (-60, 60)))
+        group.calibrated[0] = not group.calibrated[0]
+    assert json.dumps(state) == then != json.dumps(one.extra_state())
+    carrier_groups.forget()
