@@ -238,9 +238,13 @@ def main(argv: list[str]) -> int:
     record["repeats"] = _finish_repeats(repeats, end - 2)
     write_json(options.out, record)
     print("written", options.out, flush=True)
-    wanted = ("checkpoint_equal", "metrics_equal", "every_step_once")
-    good = [all(r.get(k) for k in wanted) and r.get("evaluation_equal", True) for r in record["rows"]]
-    return 0 if all(good) else 1
+    return 0 if all(_passed(row) for row in record["rows"]) else 1
+
+
+def _passed(row: dict[str, Any]) -> bool:
+    """Whether a route's run was interrupted at all and ended as the one that was left alone."""
+    wanted = ("kills", "checkpoint_equal", "metrics_equal", "every_step_once")
+    return "error" not in row and all(row.get(k) for k in wanted) and row.get("evaluation_equal", True)
 
 
 def _device_name(device: str) -> str:

@@ -38,3 +38,17 @@ def test_kinds_take_turns_and_evaluation_comes_last() -> None:
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(ValueError, match="--kinds: got 'power cut', needed some of step, write"):
         drill.main(["--kinds", "step,power cut"])
+
+
+def test_a_drill_passes_only_when_it_interrupted_and_compared_everything() -> None:
+    equal = {"checkpoint_equal": True, "metrics_equal": True, "every_step_once": True}
+    good = {"kills": [{"kind": "step"}], **equal, "evaluation_equal": True}
+    assert drill._passed(good)
+    failed = {k: v for k, v in good.items() if k != "evaluation_equal"}
+    for bad in (
+        {**good, "kills": []},
+        {**good, "evaluation_equal": False},
+        {**good, "metrics_equal": False},
+        {**failed, "error": "evaluation of the whole run failed"},
+    ):
+        assert not drill._passed(bad)
