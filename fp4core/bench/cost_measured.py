@@ -69,7 +69,7 @@ def against_measured(
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per benchmark: number of times, mean signed and absolute error, largest; and errors of ratios to BF16.
 
-    A ratio leaves out what is alike for all routes, such as the clock of a session.
+    A ratio leaves out what is alike for all routes, such as the clock of a run.
     """
     found = []
     for name in dict.fromkeys(row["benchmark"] for row in rows):

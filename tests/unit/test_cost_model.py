@@ -150,7 +150,7 @@ def test_the_other_formula_is_tried_and_its_errors_are_printed() -> None:
 
 
 def test_a_measured_record_is_compared(tmp_path: Path) -> None:
-    # medians of one H200 session (2026-11-29): a block of 8B shape and its linears, 8192 tokens. Its products
+    # medians of one H200 run (2026-11-29): a block of 8B shape and its linears, 8192 tokens. Its products
     # were 7% slower than those of bench/results/gemm.json, which the model uses
     environment = {"gpu": "NVIDIA H200"}
     block = [
