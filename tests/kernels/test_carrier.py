@@ -399,6 +399,7 @@ def test_the_fused_block_is_the_block_layer_by_layer(route, monkeypatch):
             assert torch.equal(a, b), name
 
 
+@pytest.mark.usefixtures("attention_that_repeats")
 def test_a_misfit_moves_no_plan_but_its_own():
     m = model("mxfp4_sr")
     h, grad = block_inputs()
@@ -449,6 +450,7 @@ def test_every_schedule_gives_the_same_bits(route):
         pass
 
 
+@pytest.mark.usefixtures("attention_that_repeats")
 def test_one_graph_serves_every_block_and_step():
     from torch._dynamo.testing import CompileCounterWithBackend
 
