@@ -94,11 +94,11 @@ class Checkpoints:
         self._writers = world.aside() if beside else world
         self._writing: _Writing | None = None
         self._seconds = 0.0
-        if world.first:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            for leftover in self.directory.glob(".step-*"):
-                shutil.rmtree(leftover)
-        world.barrier()
+        with _agreed(world):
+            if world.first:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                for leftover in self.directory.glob(".step-*"):
+                    shutil.rmtree(leftover)
 
     def path(self, step: int) -> Path:
         return self.directory / checkpoint_name(step)
@@ -123,10 +123,10 @@ class Checkpoints:
         self.wait()
         began = time.monotonic()
         tensors, work = _tensors(model, optimizer), self.directory / f".{checkpoint_name(step)}"
-        if self._world.first:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir()
-        self._world.barrier()
+        with _agreed(self._world):
+            if self._world.first:
+                shutil.rmtree(work, ignore_errors=True)
+                work.mkdir()
         indices = {name: 1 if name.startswith("model.") else 2 for name in tensors}
         writer = ShardWriter(work, indices=indices, staging=self._staging)
         with _quiet():
@@ -195,14 +195,15 @@ class Checkpoints:
             problem = next((text for text in found if text), None)
             if problem is None:
                 return step
-            if self._world.first:
-                aside = self.directory / f"corrupt-{checkpoint_name(step)}"
-                shutil.rmtree(aside, ignore_errors=True)
-                self.path(step).rename(aside)
-                note(
-                    f"checkpoint {checkpoint_name(step)} is not usable: {problem}; "
-                    f"set aside as {aside.name}, going back to the one before it"
-                )
+            with _agreed(self._world):
+                if self._world.first:
+                    aside = self.directory / f"corrupt-{checkpoint_name(step)}"
+                    shutil.rmtree(aside, ignore_errors=True)
+                    self.path(step).rename(aside)
+                    note(
+                        f"checkpoint {checkpoint_name(step)} is not usable: {problem}; "
+                        f"set aside as {aside.name}, going back to the one before it"
+                    )
         return None
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -219,11 +220,11 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Drop what only a resume would need: the run is complete."""
-        if self._world.first:
-            for step in self.steps():
-                if step not in self._retained:
-                    _remove(self.path(step))
-        self._world.barrier()
+        with _agreed(self._world):
+            if self._world.first:
+                for step in self.steps():
+                    if step not in self._retained:
+                        _remove(self.path(step))
 
     def _prune(self) -> None:
         passing = [step for step in self.steps() if step not in self._retained]
@@ -266,7 +267,10 @@ class _Writing(threading.Thread):
 
 @contextlib.contextmanager
 def _agreed(world: World) -> Iterator[None]:
-    """Leave the block together: what fails on one rank is raised there, and as its echo on the others."""
+    """Leave the block together: what fails on one rank is raised there, and as its echo on the others.
+
+    A barrier, too: no rank is past the block before all have done their part of it.
+    """
     failure: Exception | None = None
     try:
         yield

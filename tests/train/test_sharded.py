@@ -135,6 +135,19 @@ def test_a_vanished_rank_ends_the_run(beside: bool, lab: Lab) -> None:
     assert verify(newest) is None
 
 
+def test_a_checkpoint_folder_that_cannot_be_readied_is_said_once(lab: Lab) -> None:
+    """The first rank alone makes folders; the others must not wait for it in vain, nor guess what it met."""
+    lab.write_study(**SHORT)
+    (lab.run_path("bf16") / "checkpoints").mkdir(parents=True)
+    (lab.run_path("bf16") / "checkpoints" / ".step-00000001").write_text("no directory")
+    processes = lab.start_ranks(2, ["bf16"])
+    for process in processes:
+        process.join(60)
+    assert [p.exitcode for p in processes] == [1, 1]
+    errors = [line for line in lab.output.read_text().splitlines() if "error: " in line]
+    assert len(errors) == 1 and "Not a directory" in errors[0]
+
+
 def test_an_error_of_the_first_rank_is_everyones(lab: Lab) -> None:
     lab.write_study(local_batch=4)
     processes = lab.start_ranks(2, ["bf16"])
