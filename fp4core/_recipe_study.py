@@ -13,6 +13,8 @@ from fp4core._recipe_load import ConfigError, build, entry, fail, nearest, to_pl
 from fp4core._recipe_route import _SLUG, digest
 
 # settings of training that change no number
+# fp4core.model.recompute says what each means
+_RECOMPUTED = "none|selective|full|selective-[1-9][0-9]*"
 _BESIDE_THE_NUMBERS = (
     *("keep_last", "segments", "checkpoint_every", "endpoint_step", "keep_gathered", "replicas"),
     *("async_checkpoint", "tensorboard"),
@@ -79,8 +81,10 @@ class TrainConfig:
     schedule: Literal["constant"] = entry("constant", doc="after warmup")
     log_every: int = entry(10, doc="steps between logged rows", min=1)
     keep_last: int = entry(1, doc="resume checkpoints kept besides the cuts", min=1)
-    activation_checkpoint: Literal["none", "selective", "full"] = entry(
-        "none", doc="recomputed in backward: nothing, all but products and attention, whole blocks"
+    activation_checkpoint: str = entry(
+        "none",
+        doc="recomputed in backward: nothing, all but products and attention, whole blocks, every N-th block",
+        pattern=_RECOMPUTED,
     )
     compile: bool = entry(False)
     threads: int = entry(1, doc="CPU threads of one process", min=1)
@@ -104,7 +108,7 @@ class Geometry:
     """How a throughput probe splits the global batch."""
 
     local_batch: int = entry(doc="sequences per device and micro-step", min=1)
-    activation_checkpoint: Literal["none", "selective", "full"] = entry("none")
+    activation_checkpoint: str = entry("none", pattern=_RECOMPUTED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,12 @@ from fp4core.bench.cost_work import boundaries, fused_producers
 from fp4core.recipe import ModelConfig, Recipe
 
 SEQUENCE = 8192
-# what blocks recompute, as every n-th block; "selective" keeps products and repeats the rest, not modelled
-_RECOMPUTED = {"none": 0, "full": 1}
+
+
+def _recomputed(policy: str) -> int | None:
+    """Every how many blocks one is recomputed, 0 for none; None for "selective", which is not modelled."""
+    known = {"none": 0, "full": 1}
+    return int(policy.removeprefix("selective-")) if policy.startswith("selective-") else known.get(policy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +183,7 @@ def _boundary(model: _Model, record: dict[str, Any]) -> Iterator[dict[str, Any]]
 def _scale(model: _Model, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for row in record["rows"]:
         job = row["job"]
-        every = _RECOMPUTED.get(job["activation_checkpoint"])
+        every = _recomputed(job["activation_checkpoint"])
         if not row.get("tokens_per_s_per_gpu") or every is None or job["route"] not in model.recipes:
             continue
         if row.get("carrier", {}).get("bf16"):

@@ -1,8 +1,9 @@
-"""Activation checkpointing of one block: none, selective or full.
+"""Activation checkpointing: none, selective, full, or full in every n-th block ("selective-8").
 
-"full" keeps a block's input and makes the rest again. "selective" decides per operation: it keeps what matrix
-products, attention and fp4core's own operators return, and makes norms, rotations, SiLU, casts and, on the
-reference backend, quantisation again. It is not torchtitan's option of recomputing every n-th block.
+"full" keeps a block's input and makes the rest again. "selective-N" does so in blocks N, 2 N, ... counted
+from one and keeps everything in the others: torchtitan's option of that name, and the report's geometries.
+"selective" decides per operation: it keeps what matrix products, attention and fp4core's own operators
+return, and makes norms, rotations, SiLU, casts and, on the reference backend, quantisation again.
 
 Measured on the reference backend (4 blocks of 512, 2048 tokens, any route): 319 MiB are kept with "none", 119
 with "selective", 23 with "full". On the carrier backend the operators return encoded views for both
@@ -13,6 +14,7 @@ smaller and has not been measured. Gradients are the same bits under every polic
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+_POLICY = re.compile(r"none|selective|full|selective-([1-9][0-9]*)")
 _KEPT_ATEN = frozenset(
     {
         "mm",
@@ -43,6 +46,24 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 
 _contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+
+def block_policy(policy: str, block: int) -> str:
+    """ "none", "selective" or "full": what ``policy`` means for the zero-based ``block``.
+
+    Raises:
+        ValueError: for an unknown policy.
+    """
+    found = _POLICY.fullmatch(policy)
+    if found is None:
+        raise ValueError(
+            f"activation_checkpoint: got {policy!r}, needed none, selective, full or selective-N (every N-th "
+            "block)"
+        )
+    every = found.group(1)
+    if every is None:
+        return policy
+    return "full" if (block + 1) % int(every) == 0 else "none"
 
 
 def checkpointed(policy: str, block: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from fp4core.model.recompute import block_policy
 from fp4core.recipe import Geometry, ModelConfig, Recipe, Study
 
 GIB = 2**30
@@ -47,8 +48,13 @@ def parameters(model: ModelConfig) -> int:
     return embedding + model.blocks * decoder_block_parameters(model) + model.hidden
 
 
-def kept_bytes_per_token(model: ModelConfig, policy: str) -> int:
-    """Bytes per token and block that stay for the backward pass under an activation-checkpoint policy."""
+def kept_bytes_per_token(model: ModelConfig, policy: str, *, compiled: bool = False) -> int:
+    """Bytes per token that stay of one block for the backward pass; policy none, selective or full.
+
+    A compiled (or fused) block keeps no more than its products, attention and SiLU's output under "none": the
+    compiler makes the element-wise rest again. Eight compiled BF16 blocks of 8B shape on an H200 held 120 KB
+    per token and block (``bench/results/step.json``, less weights and gradients); this says 128 KB.
+    """
     hidden, ffn = model.hidden, model.ffn
     wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
     if policy == "full":
@@ -57,6 +63,8 @@ def kept_bytes_per_token(model: ModelConfig, policy: str) -> int:
     products = 2 * (wide + 2 * narrow) + 2 * wide + 2 * hidden + 4 * ffn + 2 * hidden
     if policy == "selective":
         return 2 * hidden + products
+    if compiled:
+        return 2 * hidden + products + 2 * ffn
     norms, rotated, inner = 2 * (2 * hidden + 4 * hidden), 2 * (wide + narrow), 2 * ffn + 12 * ffn
     return 2 * hidden + products + norms + rotated + inner
 
@@ -65,11 +73,13 @@ def memory(study: Study, gpus: int, geometry: Geometry) -> dict[str, float]:
     """Estimated GiB per GPU by part, and their "total", for FSDP over `gpus`."""
     model, tokens = study.model, geometry.local_batch * study.train.sequence
     block, whole = decoder_block_parameters(model), parameters(model)
-    kept = kept_bytes_per_token(model, geometry.activation_checkpoint)
+    policies = [block_policy(geometry.activation_checkpoint, i) for i in range(model.blocks)]
+    compiled = study.train.compile
+    kept = sum(kept_bytes_per_token(model, policy, compiled=compiled) for policy in policies)
     parts = {
         "state": 16 * whole / gpus,
         "gathered": 8 * (whole - model.blocks * block + 2 * block) if gpus > 1 else 0.0,
-        "activations": tokens * (model.blocks * kept + kept_bytes_per_token(model, "none")),
+        "activations": tokens * (kept + kept_bytes_per_token(model, "none", compiled=compiled)),
         "head": 10 * min(HEAD_CHUNK, tokens) * model.vocab,
     }
     return {**{k: v / GIB for k, v in parts.items()}, "total": sum(parts.values()) / GIB}
@@ -136,5 +146,6 @@ def geometries(study: Study) -> dict[str, Geometry]:
     probes = [study.probe.matched, *study.probe.selected.values()]
     for geometry in probes:
         if geometry is not None and geometry not in found.values():
-            found[f"probe, local batch {geometry.local_batch}"] = geometry
+            name = f"probe, local batch {geometry.local_batch}, {geometry.activation_checkpoint}"
+            found[name] = geometry
     return found

@@ -232,10 +232,21 @@ def test_peak_by_device_name(name, peak):
 def test_recomputation_gives_identical_gradients(route):
     model = build_model(CONFIG, route)
     expected = gradients(model)
-    for policy in ("selective", "full"):
+    for policy in ("selective", "full", "selective-2"):
         model.activation_checkpoint = policy
         assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected)), policy
     assert not torch.equal(gradients(model, step=6)[2], expected[2]) or route == "bf16"
+
+
+def test_every_nth_block_is_recomputed_counted_from_one():
+    model = build_model(dataclasses.replace(CONFIG, blocks=5), "bf16", activation_checkpoint="selective-2")
+    assert model.activation_checkpoint == "selective-2"
+    own = [block.activation_checkpoint for block in model.blocks]
+    assert own == ["none", "full", "none", "full", "none"]
+    for wrong in ("selective-0", "selective-", "every-2"):
+        with pytest.raises(ValueError, match=f"got '{wrong}', needed none, selective, full or selective-N"):
+            model.activation_checkpoint = wrong
+    assert model.activation_checkpoint == "selective-2"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -381,7 +392,7 @@ def test_bad_checkpoint_tensors_are_named(tmp_path):
     ("call", "message"),
     [
         (lambda: Llama(dataclasses.replace(CONFIG, kv_heads=3)), "heads, 3 kv_heads"),
-        (lambda: Llama(CONFIG, activation_checkpoint="some"), "got activation_checkpoint 'some'"),
+        (lambda: Llama(CONFIG, activation_checkpoint="some"), "activation_checkpoint: got 'some'"),
         (
             lambda: build_model(CONFIG, "bf16")(torch.zeros(1, CONFIG.max_position + 1, dtype=torch.int64)),
             "1025",
