@@ -12,9 +12,9 @@ from typing import Any, Literal
 from fp4core._recipe_load import ConfigError, build, entry, fail, nearest, to_plain
 from fp4core._recipe_route import _SLUG, digest
 
-# settings of training that change no number
-# fp4core.model.recompute says what each means
+# activation_checkpoint; fp4core.model.recompute says what each means
 _RECOMPUTED = "none|selective|full|selective-[1-9][0-9]*"
+# settings of training that change no number beyond the order of sums over ranks
 _BESIDE_THE_NUMBERS = (
     *("keep_last", "segments", "checkpoint_every", "endpoint_step", "keep_gathered", "replicas"),
     *("async_checkpoint", "tensorboard"),
