@@ -9,7 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from figures import analysis, captions, labels, published, stats, style
 from figures.data import REFERENCE, Tidy
-from figures.numbers import count, fixed
+from figures.numbers import as_read, count, fixed
 
 
 def data_validation(tidy: Tidy) -> pd.DataFrame:
@@ -63,6 +63,9 @@ def draw_validation(tidy: Tidy) -> Figure:
     others = [
         r for r in routes if r != REFERENCE and frame.loc[frame["route"] == r, "difference"].notna().any()
     ]
+    # without single sequences the values are a ledger's, and keep the six decimals that the report prints
+    decimals = 4 if frame["difference_low"].notna().any() else 6
+    between = 1.95 if decimals == 4 else 2.12  # inches, for the labels of (a)
     if others:
         figure, grid = style.new(
             style.PAGE,
@@ -71,7 +74,7 @@ def draw_validation(tidy: Tidy) -> Figure:
             2,
             margins=(0.48, 1.42, 0.36, 0.2),
             width_ratios=(1, 0.92),
-            wspace=2 * 1.95 / (5.16 - 1.95),
+            wspace=2 * between / (5.16 - between),
         )
         left, right = grid[0]
     else:
@@ -80,7 +83,8 @@ def draw_validation(tidy: Tidy) -> Figure:
     ticks = _ticks(tidy, frame)
     gap = min(np.diff(ticks), default=max(ticks))
     left.set_ylim(*_limits(tidy, frame, ("low", "high", "nll")))
-    _points(tidy, left, frame, routes, gap, ("nll", "low", "high"), looks, value=lambda v: fixed(v, 4))
+    columns = ("nll", "low", "high")
+    _points(tidy, left, frame, routes, gap, columns, looks, value=lambda v: fixed(as_read(v), decimals))
     left.set_ylabel("validation NLL (nats/token)")
     _closer(tidy, left, frame, routes, looks)
     style.panel(left, "a")

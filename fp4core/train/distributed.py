@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT = datetime.timedelta(minutes=10)
+# Between threads that write a checkpoint: on a shared disk one rank's files may take far longer than
+# another's. A rank that is gone closes its connections and is noticed at once.
+WRITE_TIMEOUT = datetime.timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class World:
         """The same ranks with a gloo group of their own, for a thread that talks beside training."""
         if self.size == 1:
             return self
-        group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         return World(self.rank, self.size, torch.device("cpu"), group)
 
     def reduce(self, *values: float, op: str = "sum") -> list[float]:
