@@ -49,7 +49,7 @@ CHIPS = {
 }
 
 # Fractions of a peak that a kernel reaches; measured once, the same on every chip. H200 products are those of
-# bench/results/gemm.json, weighted by their operations (sessions differ by 8%).
+# bench/results/gemm.json, weighted by their operations (runs of different hours differ by 8%).
 BF16_CARRIER_PRODUCT = 0.775  # cuBLAS or Triton with outer scales, quantised data: 735-845
 FP8_PRODUCT = 0.71  # E5M2 x E4M3 with full accumulation: 1322-1537 of 1979
 FP4_PRODUCT = 0.57  # B200 at 8192^3: DeepGEMM 5702, cuBLASLt 5239 of 9000 (deepseek-ai/DeepGEMM#348)
