@@ -125,14 +125,13 @@ def _chip(name: str) -> Chip | None:
 
 def _linear(model: _Model, record: dict[str, Any]) -> Iterator[dict[str, Any]]:
     chip = _chip(record["environment"]["gpu"])
-    seen = set()
-    for place, row in enumerate([*record["rows"], *record.get("later_totals", [])]):
+    seen, what = set(), "a block's linears"
+    for row in record["rows"]:
         if chip is None or row["route"] not in model.recipes or row["linears"] != "block":
             continue
-        what = "a block's linears" + ("" if place < len(record["rows"]) else ", later run")
         tokens = row["tokens"]
-        if row.get("bf16_ms") and (what, tokens) not in seen:
-            seen.add((what, tokens))
+        if row.get("bf16_ms") and tokens not in seen:
+            seen.add(tokens)
             predicted = model.milliseconds("bf16", chip, tokens, linears_only=True)
             yield _row("linear", chip, "bf16", what, tokens, row["bf16_ms"], predicted)
         predicted = model.milliseconds(row["route"], chip, tokens, linears_only=True)
