@@ -282,38 +282,29 @@ def read(found: list[Group]) -> list[Misfit]:
     report: list[Misfit] = []
     for device in {g.device for g in found}:
         table = _table(device)
-        rows = table.data[: table.used].to("cpu", copy=True)
-        mine = [g for g in found if g.device == device]
-        whole = len(mine) * VIEWS == table.used
-        if not whole:
-            places = torch.tensor([g.first + v for g in mine for v in range(VIEWS)])
-        seen = rows if whole else rows[places]
-        limits = table.limits[: table.used] if whole else table.limits[places]
-        misfit = bool((seen[:, 3] > 0).any())
+        mine = sorted((g for g in found if g.device == device), key=lambda g: g.first)
+        places = torch.tensor([g.first + v for g in mine for v in range(VIEWS)])
+        rows = table.data[: table.used].to("cpu", copy=True)[places]  # of the groups asked for, view by view
+        misfit = bool((rows[:, 3] > 0).any())
         crowded = []
         for g in mine:
             g.recheck = misfit
         if misfit:
-            bad = [(g, v) for g in mine for v in range(VIEWS) if rows[g.first + v, 3]]
+            bad = [(mine[i // VIEWS], i % VIEWS) for i in rows[:, 3].nonzero().flatten().tolist()]
             for g in {g for g, v in bad if v in (W_ROW, W_COL)}:
                 g.drop_weights()  # its encodings are what did not fit
             bad[0][0].replays += 1
             report += [Misfit(g.producers, VIEW_NAMES[v]) for g, v in bad]
         else:
-            tight = (seen[:, 1:3] > limits).any(1).view(-1, VIEWS).any(1)
-            crowded = [(mine if not whole else _by_place(mine))[int(i)] for i in tight.nonzero()]
-        for g in crowded:
-            g.plan.adapt(g.spans(rows[g.first : g.first + VIEWS].tolist(), range(VIEWS))[0])
+            tight = (rows[:, 1:3] > table.limits[places]).any(1).view(-1, VIEWS).any(1)
+            crowded = tight.nonzero().flatten().tolist()
+        for i in crowded:
+            g = mine[i]
+            g.plan.adapt(g.spans(rows[i * VIEWS : (i + 1) * VIEWS].tolist(), range(VIEWS))[0])
             g.note_limits()
-        if whole and not crowded:
+        if len(places) == table.used and not crowded:
             table.data[: table.used, 1:].zero_()
         else:
             fresh = torch.tensor([[r, 0, 0, 0] for g in mine for r in g.plan.refs], dtype=torch.int32)
-            if whole:
-                places = torch.tensor([g.first + v for g in mine for v in range(VIEWS)])
             table.data.index_copy_(0, places.to(device), fresh.to(device))
     return report
-
-
-def _by_place(groups_: list[Group]) -> list[Group]:
-    return sorted(groups_, key=lambda g: g.first)
