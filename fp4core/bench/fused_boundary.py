@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from fp4core.bench import common
-from fp4core.bench.workload import ROUTES, config_8b
+from fp4core.bench.floors import Products
+from fp4core.bench.workload import ROUTES, GroupData, config_8b
 from fp4core.recipe import ModelConfig, Recipe, Study, load_recipe
 
 
@@ -147,44 +148,19 @@ class _Boundaries:
             cases.append((f"{name}_backward", backward[i], self.grads(i)))
         return cases
 
-    def _operands(self, i: int) -> tuple[Any, Any, list[torch.Tensor]]:
-        from fp4core.ops.carrier_encode import encode
-        from fp4core.ops.carrier_plan import X_COL, X_ROW
-
+    def _products(self, i: int) -> Products:
         g, weights = self.groups[i], self.weights[i]
         x = self.normal(self.tokens, weights[0].shape[1])
-        rows, cols = encode(g, x, X_ROW, X_COL, self.state, g.producers[0])
         grads = [self.normal(self.tokens, w.shape[0], scale=1e-3) for w in weights]
-        return rows, cols, grads
+        return Products(GroupData("", x, weights, grads, list(g.producers)), g.spec)
 
     def fprop(self, i: int) -> Callable[[], float]:
         """Time of a group's Fprop."""
-        from fp4core.ops.carrier_block import _project
-
-        def run() -> float:
-            rows, _, _ = self._operands(i)
-            return common.time_ms(lambda: _project(self.groups[i], rows, self.weights[i]), calls=2, replays=3)
-
-        return run
+        return lambda: common.time_ms(self._products(i).forward, calls=2, replays=3)
 
     def grads(self, i: int) -> Callable[[], float]:
         """Time of a group's Dgrad and Wgrad."""
-        from fp4core.ops.carrier_block import _weight_gradients
-        from fp4core.ops.carrier_encode import encode_gradients, encode_weights
-        from fp4core.ops.carrier_gemm import sum_of_products
-
-        def run() -> float:
-            g, weights = self.groups[i], self.weights[i]
-            _, x, grads = self._operands(i)
-            rows, cols = encode_gradients(g, grads, self.state, True, True)
-
-            def products() -> None:
-                sum_of_products(rows, encode_weights(g, weights).columns)
-                _weight_gradients(cols, x, weights)
-
-            return common.time_ms(products, calls=2, replays=3)
-
-        return run
+        return lambda: common.time_ms(self._products(i).backward, calls=2, replays=3)
 
     def boundary_ms(self, boundary: Callable[[], Any], schedule: str) -> float:
         """Milliseconds of a boundary once its references have settled."""

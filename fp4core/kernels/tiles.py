@@ -25,6 +25,12 @@ from fp4core.kernels.device import (
 )
 
 
+@triton.constexpr_function
+def eviction(keep):
+    """Eviction policy of a tile read once (0), for the first (1) or for the last time (2)."""
+    return ("", "evict_last", "evict_first")[keep]
+
+
 @triton.jit
 def _row_pointers(
     base,
@@ -63,7 +69,7 @@ def load_words(
     policies). ``one`` is an int32 argument of value 1 that the compiler must not specialise
     (``do_not_specialize``): it hides the contiguity that would pull a row's words into fewer lanes.
     """
-    POLICY: tl.constexpr = ("", "evict_last", "evict_first")[KEEP]
+    POLICY: tl.constexpr = eviction(KEEP)
     return tl.load(_row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN), eviction_policy=POLICY)
 
 
@@ -93,7 +99,7 @@ def load_any(
         t = tl.arange(0, T)[None, :, None]
         real = (tl.arange(0, W)[None, None, :] < words) & (g * (SPAN if SPAN else T) + t < rows)
         where = _row_pointers(base, STRIDE, G, W, VEC, one, T, SPAN)
-        POLICY: tl.constexpr = ("", "evict_last", "evict_first")[KEEP]
+        POLICY: tl.constexpr = eviction(KEEP)
         w = tl.load(where, mask=real, other=0, eviction_policy=POLICY)
     else:
         w = load_words(base, STRIDE, G, W, VEC, one, T, SPAN, KEEP)

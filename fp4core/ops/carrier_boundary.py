@@ -48,13 +48,9 @@ def schedule(name: str) -> Iterator[None]:
         _SCHEDULE[0] = before
 
 
-def _mx_row(g: Group) -> bool:
-    op = g.operands[X_ROW]
-    return _SCHEDULE[0] != "serial" and is_mx(op) and op.rounding == "nearest"
-
-
-def _mx_col(g: Group) -> bool:
-    op = g.operands[X_COL]
+def _mx_activations(g: Group, view: int) -> bool:
+    """Whether the kernel that computes an activation also makes this view of it."""
+    op = g.operands[view]
     return _SCHEDULE[0] != "serial" and is_mx(op) and op.rounding == "nearest"
 
 
@@ -77,7 +73,7 @@ def norm_forward(
     g: Group, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Carrier, Tensor]:
     """(x + delta, row operand of its RMSNorm, rstd): the input of a group's Fprop."""
-    if not _mx_row(g):
+    if not _mx_activations(g, X_ROW):
         total, y, rstd = fused_norm.norm_forward(x, delta, weight, eps, None, None)
         return total, encode(g, y, X_ROW, None, None, g.producers[0])[0], rstd
 
@@ -103,7 +99,7 @@ def norm_backward(
 
     ``before``: the group whose output gradient dx is (the projection under the residual), or None.
     """
-    y_fused = _mx_col(g)
+    y_fused = _mx_activations(g, X_COL)
     d_fused = before is not None and _mx_gradients(before)
 
     def make() -> tuple:
@@ -180,7 +176,7 @@ def rope_backward(
 
 def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:
     """Row operand of silu(gate) up, the input of the down group's Fprop."""
-    if not _mx_row(g):
+    if not _mx_activations(g, X_ROW):
         h = fused_silu.silu_forward(gate, up, None, None)
         return encode(g, h, X_ROW, None, None, g.producers[0])[0]
 
@@ -192,7 +188,7 @@ def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:
 
 def _silu_gradients(down: Group, dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Carrier]:
     """(dgate, dup in BF16, column operand of h for ``down``)."""
-    if not _mx_col(down):
+    if not _mx_activations(down, X_COL):
         dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, None, None)
         return dgate, dup, encode(down, h, None, X_COL, None, down.producers[0])[1]
 
@@ -211,7 +207,7 @@ def silu_backward(
     ``taken``: dh alone, taken out of the list, so that its memory is free when dgate and dup are encoded.
     """
     dh = taken.pop()
-    if not (_mx_gradients(g) and _mx_col(down)):
+    if not (_mx_gradients(g) and _mx_activations(down, X_COL)):
         dgate, dup, h = _silu_gradients(down, dh, gate, up)
         del dh
         gradients = [dgate, dup]
