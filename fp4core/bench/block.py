@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp4core.bench import common
 from fp4core.bench.step import measure
-from fp4core.bench.workload import ROUTES, set_registers
+from fp4core.bench.workload import ROUTES
 
 
 @contextmanager
@@ -38,12 +38,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--routes", default=",".join(ROUTES))
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--registers", help="silu,norm,rope: bound registers of the fused backward kernels")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "block.json")
     options = parser.parse_args(argv)
     device = common.require_gpu()
-    if options.registers:
-        set_registers(options.registers)
     rows = []
     for sequences in (int(n) for n in options.sequences.split(",")):
         one = argparse.Namespace(

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fp4core.bench import common, floors
-from fp4core.bench.workload import ROUTES, config_8b, route_spec, set_registers
+from fp4core.bench.workload import ROUTES, config_8b, route_spec
 
 
 class Step:
@@ -166,15 +166,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--routes", default=",".join(ROUTES))
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--head", action="store_true", help="also with embedding, head and cross entropy")
-    parser.add_argument("--registers", help="silu,norm,rope: bound registers of the fused backward kernels")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "step.json")
     return _report("step", parser.parse_args(argv))
 
 
 def _report(name: str, options: argparse.Namespace) -> int:
     device = common.require_gpu()
-    if options.registers:
-        set_registers(options.registers)
     rows = []
     for head in (False, True) if options.head else (False,):
         base = None

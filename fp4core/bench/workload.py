@@ -47,14 +47,6 @@ def config_8b(blocks: int, length: int = 8192, vocab: int = 128256) -> ModelConf
     )
 
 
-def set_registers(text: str) -> None:
-    """Registers per thread of the fused backward kernels, "silu,norm,rope"; 0 leaves a kernel unbounded."""
-    from fp4core.kernels import fused_norm, fused_rope, fused_silu
-
-    for module, value in zip((fused_silu, fused_norm, fused_rope), text.split(",")):
-        module.REGISTERS = int(value) or None
-
-
 def route_spec(route: str, block: int = 0, depth: int = 32) -> str:
     """The recipe text of a route's linears in one block."""
     return specs.encode(load_recipe(route).for_block(block, depth))

@@ -205,10 +205,6 @@ def rope_table(cos: Tensor, sin: Tensor, *, planes: bool) -> Tensor:
     return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), dim=1 if planes else 2)
 
 
-# bound on registers per thread of the backward kernel; any bound spills and is slower (168: 1.4 to 1.8 times)
-REGISTERS: int | None = None
-
-
 def check_rope(length: int, head_dim: int) -> None:
     """Raise ValueError for what the kernels do not rotate."""
     if head_dim != 128 or length % 32:
@@ -304,5 +300,5 @@ def rope_backward(
         G=g,
         VEC=2,
         num_warps=g,
-        maxnreg=REGISTERS,
+        # no maxnreg: any bound spills and is slower (168: 1.4 to 1.8 times)
     )

@@ -327,10 +327,6 @@ def check_shape(name: str, tokens: int, features: int) -> None:
         )
 
 
-# bound on registers per thread of the backward kernel; any bound spills and is slower (168: 1.4 to 1.8 times)
-REGISTERS: int | None = None
-
-
 def silu_forward(gate: Tensor, up: Tensor, view: View | None, state: Tensor | None) -> Tensor:
     """Row view [T, F] of h = silu(gate) up in ``view``'s carrier; h itself in BF16 without a view.
 
@@ -413,7 +409,7 @@ def silu_backward(
         W=64,
         VEC=2,
         num_warps=g,
-        maxnreg=REGISTERS,
+        # no maxnreg: any bound spills and is slower (168: 1.4 to 1.8 times)
     )
     return outs[0], outs[1], outs[2]
 
