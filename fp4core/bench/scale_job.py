@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp4core.bench import trace
 from fp4core.model.build import init_std
 from fp4core.recipe import Study, load_recipe, load_study
 from fp4core.records import write_json
@@ -43,7 +44,8 @@ _SYMBOLS = 4096
 class Job:
     """One run. `tokens per step = gpus x local_batch x accumulation x sequence`.
 
-    `sharded` goes through FSDP with one GPU too: the whole path, where there is no second one.
+    `sharded` goes through FSDP with one GPU too: the whole path, where there is no second one. `profile`
+    makes one step more and records what rank 0's GPU did in it (`fp4core.bench.trace`).
     """
 
     route: str
@@ -63,6 +65,7 @@ class Job:
     window: int = 5
     size: str = "8b"
     device: str = "cuda"
+    profile: bool = False
 
     @property
     def title(self) -> str:
@@ -72,7 +75,7 @@ class Job:
     def geometry(self) -> tuple[Any, ...]:
         """What must be equal for two routes to be compared."""
         settings = dataclasses.asdict(self)
-        return tuple(v for k, v in settings.items() if k not in ("route", "steps", "window"))
+        return tuple(v for k, v in settings.items() if k not in ("route", "steps", "window", "profile"))
 
     def study(self) -> Study:
         """The report's study with this job's depth, geometry and length."""
@@ -226,6 +229,9 @@ def _measure(
         if world.first:
             write_json(out, record)
     record["done"] = len(rows) == job.steps
+    if job.profile and record["done"]:
+        record["profile"] = _profile(engine, job.steps + 1, world)
+        say(f"profile: {record['profile']}")
     record["total_s"] = time.monotonic() - began
     if world.first:
         write_json(out, record)
@@ -256,6 +262,14 @@ def _rates(rows: list[dict[str, Any]], job: Job, engine: Engine, world: World) -
         "tokens_per_s_per_gpu": rate / world.size,
         "mfu": share,
     }
+
+
+def _profile(engine: Engine, step: int, world: World) -> dict[str, Any]:
+    """Kinds of rank 0's kernels in one step that every rank makes; {} on the others and without a GPU."""
+    if not world.first or world.device.type != "cuda":
+        engine.step(step)
+        return {}
+    return trace.record(lambda: engine.step(step))
 
 
 def _memory(world: World) -> dict[str, float]:

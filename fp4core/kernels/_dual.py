@@ -66,7 +66,7 @@ def put_rows(
         store_rows(place, v, STRIDE, VEC, one, SPAN)
 
 
-@triton.jit(do_not_specialize=["one"])
+@triton.jit(do_not_specialize=["one", "producer", "col_producer"])
 def dual_kernel(
     x_ptr,
     row_ptr,

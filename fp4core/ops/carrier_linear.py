@@ -76,7 +76,8 @@ def _outer_count(recipe: LinearRecipe, k: int) -> int:
 
 def _pack(g: Group, x: Tensor, c: Carrier) -> list[Tensor]:
     """x's column carrier as the op's last three outputs."""
-    outer = x.new_empty(0, dtype=torch.float32) if c.outer is None else c.outer
+    # a copy: compiled code takes an op's outputs for allocations of their own, at addresses of 16 bytes
+    outer = x.new_empty(0, dtype=torch.float32) if c.outer is None else c.outer.clone()
     if not _saves_bytes(g.recipe, x.device):
         rows = c.data.t()  # [T, K], as the producer wrote it
         rows = rows.clone() if rows.data_ptr() == x.data_ptr() else rows.contiguous()

@@ -16,7 +16,7 @@ from fp4core.kernels import producers as p
 from fp4core.kernels._launch import interpreted
 from fp4core.model.build import build_model
 from fp4core.model.rope import rope_tables
-from fp4core.ops import carrier, carrier_boundary, carrier_encode, carrier_groups, held
+from fp4core.ops import carrier, carrier_boundary, carrier_encode, carrier_groups, carrier_linear, held
 from fp4core.ops import spec as specs
 from fp4core.ops.carrier_linear import linears
 from fp4core.ops.carrier_plan import (
@@ -177,6 +177,17 @@ def test_saved_activations_are_one_byte_per_value():
     y = linears(case.x, case.weights, state(), case.spec, case.producers)[0]
     saved = [t for t in y.grad_fn.saved_tensors if t.numel() >= case.x.numel()]
     assert [(t.dtype, tuple(t.shape)) for t in saved] == [(torch.uint8, (128, 64))]
+
+
+@pytest.mark.parametrize("route", ["mxfp4_sr", "nvfp4_global", "nvfp4_cta", "bf16"])
+def test_an_ops_outputs_are_allocations_of_their_own(route):
+    """Compiled code counts on it: a slice starts at an address that its kernels may not read."""
+    case = Case(route, 64, 512, [32, 32])
+    outputs = carrier_linear._forward(case.x, case.weights, state(), case.spec, case.producers)
+    assert all(t.storage_offset() == 0 for t in outputs)
+    assert len({t.untyped_storage().data_ptr() for t in outputs if t.numel()}) == sum(
+        t.numel() > 0 for t in outputs
+    )
 
 
 def wide(steps: int, tokens: int = 128, k: int = 128) -> torch.Tensor:

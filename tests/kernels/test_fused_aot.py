@@ -97,3 +97,27 @@ def test_fused_kernels_compile_for_hopper() -> None:
         assert length < 8000, (case, length)
         if "single" not in case and case != "norm backward":
             assert stack == 0, f"{case}: {stack} bytes of spills at {registers} registers"
+
+
+NUMBERS = r"""
+import importlib, json, pkgutil
+import triton
+from fp4core import kernels
+found = []
+for module in pkgutil.walk_packages(kernels.__path__, "fp4core.kernels."):
+    for name, value in vars(importlib.import_module(module.name)).items():
+        if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
+            found += [(name, p.name, p.do_not_specialize) for p in value.params if p.name.endswith("producer")]
+print(json.dumps(found))
+"""
+
+
+def test_no_kernel_is_compiled_for_one_producer() -> None:
+    """Triton would make a version of its own for producer 1, a Python number there that has no type."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", NUMBERS], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert len({kernel for kernel, _, _ in found}) >= 4
+    assert [(kernel, name) for kernel, name, left_alone in found if not left_alone] == []

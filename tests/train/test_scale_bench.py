@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp4core.bench import scale
+from fp4core.bench import scale, trace
 from fp4core.bench.scale_job import Job, Pairs
 from fp4core.model.arithmetic import count_parameters
 
@@ -16,7 +16,7 @@ TINY = "device=cpu:size=tiny:sequence=64:blocks=2:compile=false:window=2:accumul
 
 def test_jobs_run_and_one_that_fails_stops_nothing(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
-    jobs = ["bf16", "nosuch", "mxfp4_sr:steps=3", "mxfp4_sr:gpus=1:steps=3"]
+    jobs = ["bf16", "nosuch", "mxfp4_sr:steps=3", "mxfp4_sr:gpus=1:steps=3:profile=true"]
     code = scale.main(["--out", str(out), "--steps", "2", "--defaults", TINY, "--jobs", *jobs])
     record = json.loads(out.read_text())
     assert code == 1
@@ -54,3 +54,44 @@ def test_made_up_tokens_are_a_function_of_seed_and_place() -> None:
     rows = stream.batch(3, 2, seed=5)
     assert rows.shape == (2, 65) and rows.min() >= 0 and rows.max() < 5000
     assert (stream.batch(4, 1, seed=5)[0] == rows[1]).all() and (rows[0] != rows[1]).any()
+
+
+def test_kinds_of_kernels_and_what_hides_what() -> None:
+    def kernel(name: str, start: float, length: float, cat: str = "kernel") -> dict:
+        return {"ph": "X", "cat": cat, "name": name, "ts": start, "dur": length}
+
+    found = trace.kinds(
+        [
+            {"ph": "M", "name": "process_name"},
+            kernel("cudaLaunchKernel", 0, 9000, "cuda_runtime"),
+            kernel("nvjet_qqtst_128x256_128x6_TNT", 1000, 4000),
+            kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 3000, 4000),
+            kernel("dual_kernel", 8000, 1000),
+            kernel("Memcpy DtoD", 9000, 500, "gpu_memcpy"),
+            kernel("nvjet_qqtst_128x256_128x6_TNT", 9000, 1000),
+        ]
+    )
+    assert found["span_ms"] == 9 and found["idle_ms"] == 1
+    assert found["kinds"] == {
+        "products": {"ms": 5.0, "alone_ms": 2.5, "kernels": 2},
+        "communication": {"ms": 4.0, "alone_ms": 2.0, "kernels": 1},
+        "boundaries": {"ms": 1.0, "alone_ms": 1.0, "kernels": 1},
+        "copies": {"ms": 0.5, "alone_ms": 0.0, "kernels": 1},
+    }
+    assert found["longest"][0] == ["nvjet_qqtst_128x256_128x6_TNT", 5.0, 2]
+    with pytest.raises(ValueError, match="no GPU activity"):
+        trace.kinds([])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void cutlass::device_kernel<flash::FlashAttnBwdSm90>", "attention"),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("triton_poi_fused_add_mul_silu_0", "compiled"),
+        ("norm_backward_kernel", "boundaries"),
+        ("void at::native::elementwise_kernel<CUDAFunctor_add>", "other"),
+    ],
+)
+def test_kinds_by_name(name: str, kind: str) -> None:
+    assert trace.kind(name) == kind

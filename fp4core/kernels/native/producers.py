@@ -66,7 +66,7 @@ class Stream:
     aligned: bool = True
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["row_producer", "col_producer"])
 def native_kernel(
     x_ptr,
     row_codes,

@@ -1,0 +1,89 @@
+"""What a GPU did during one step, by kind of kernel: what explains a rate.
+
+``record`` runs a function under torch's profiler (GPU activity alone, which costs a step about 1%), and
+``kinds`` reads the trace. A kind's milliseconds are the sum over its kernels; ``alone`` is the time in which
+nothing but that kind ran, so for ``communication`` it is what no computation hides; ``idle`` is the rest of
+the time between the first kernel's start and the last one's end.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# The first kind whose word is in a kernel's name takes it; names are those of cuBLAS, cuDNN, NCCL, torch.
+KINDS = (
+    ("communication", ("nccl",)),
+    ("compiled", ("triton_",)),
+    ("attention", ("cudnn", "flash", "fmha", "sdpa")),
+    ("boundaries", ("dual_kernel", "silu_", "norm_forward", "norm_backward", "rope_", "_chunk_kernel")),
+    ("boundaries", ("_outer_kernel",)),
+    ("products", ("nvjet", "gemm", "cutlass", "splitk")),
+    ("optimizer", ("adam", "lpnorm")),
+    ("copies", ("memcpy", "memset", "copy", "cat", "fill")),
+)
+
+
+def kind(name: str) -> str:
+    """Kind of a kernel by its name; "other" for one that no word fits."""
+    lower = name.lower()
+    return next((kind for kind, words in KINDS if any(word in lower for word in words)), "other")
+
+
+def record(work: Callable[[], Any]) -> dict[str, Any]:
+    """``kinds`` of what ``work`` did on the current GPU, finished before and after."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            work()
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(path))
+        return kinds(json.loads(path.read_text())["traceEvents"])
+
+
+def kinds(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Milliseconds by kind, of the complete GPU events of a trace in Chrome's format.
+
+    Returns: {"span_ms", "idle_ms", "kinds": {kind: {"ms", "alone_ms", "kernels"}}, "longest": the 20 names with
+    the most time as [name, ms, kernels]}.
+    """
+    spans: list[tuple[float, float, str]] = []
+    names: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        start, length = float(event["ts"]), float(event["dur"])
+        spans.append((start, start + length, kind(event["name"])))
+        names.setdefault(event["name"], []).append(length)
+    if not spans:
+        raise ValueError("trace: got no GPU activity; needed a step on a GPU")
+    found: dict[str, dict[str, Any]] = {}
+    for start, end, what in spans:
+        entry = found.setdefault(what, {"ms": 0.0, "alone_ms": 0.0, "kernels": 0})
+        entry["ms"] += (end - start) / 1e3
+        entry["kernels"] += 1
+    idle = 0.0
+    running: dict[str, int] = {}
+    changes = sorted([(s, 1, w) for s, _, w in spans] + [(e, -1, w) for _, e, w in spans])
+    before = changes[0][0]
+    for at, change, what in changes:
+        live = [w for w, count in running.items() if count]
+        if len(live) == 1:
+            found[live[0]]["alone_ms"] += (at - before) / 1e3
+        elif not live:
+            idle += (at - before) / 1e3
+        running[what] = running.get(what, 0) + change
+        before = at
+    longest = sorted(names.items(), key=lambda item: -sum(item[1]))[:20]
+    return {
+        "span_ms": (changes[-1][0] - changes[0][0]) / 1e3,
+        "idle_ms": idle,
+        "kinds": dict(sorted(found.items(), key=lambda item: -item[1]["ms"])),
+        "longest": [[name[:80], sum(times) / 1e3, len(times)] for name, times in longest],
+    }
