@@ -50,8 +50,8 @@ def record(work: Callable[[], Any]) -> dict[str, Any]:
 def kinds(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Milliseconds by kind, of the complete GPU events of a trace in Chrome's format.
 
-    Returns: {"span_ms", "idle_ms", "kinds": {kind: {"ms", "alone_ms", "kernels"}}, "longest": the 20 names with
-    the most time as [name, ms, kernels]}.
+    Returns: {"span_ms", "idle_ms", "kinds": {kind: {"ms", "alone_ms", "kernels"}}, "longest": the 20 names
+        with the most time as [name, ms, kernels]}.
     """
     spans: list[tuple[float, float, str]] = []
     names: dict[str, list[float]] = {}

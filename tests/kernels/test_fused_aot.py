@@ -107,7 +107,8 @@ found = []
 for module in pkgutil.walk_packages(kernels.__path__, "fp4core.kernels."):
     for name, value in vars(importlib.import_module(module.name)).items():
         if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
-            found += [(name, p.name, p.do_not_specialize) for p in value.params if p.name.endswith("producer")]
+            numbers = [p for p in value.params if p.name.endswith("producer")]
+            found += [(name, p.name, p.do_not_specialize) for p in numbers]
 print(json.dumps(found))
 """
 

@@ -17,7 +17,6 @@ from fp4core.recipe import load_recipe
 from fp4core.train.distributed import World
 from fp4core.train.engine import Engine
 
-
 DEVICE = "cpu" if interpreted() else "cuda"
 
 
