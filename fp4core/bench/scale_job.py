@@ -244,7 +244,7 @@ def _rates(rows: list[dict[str, Any]], job: Job, engine: Engine, world: World) -
     window = [row for row in rows if row["step"] >= job.window]
     found: dict[str, Any] = {
         "tokens_per_step": engine.tokens_per_step,
-        "carrier": carrier.counters(engine.model),
+        "carrier": carrier.counters(engine.model) | {"misfit_views": carrier.misfit_views(engine.model)},
     }
     if not window:
         return found

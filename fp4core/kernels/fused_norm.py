@@ -52,7 +52,7 @@ def _row_view_flat(w, state, RULE: tl.constexpr, CARRIER: tl.constexpr, ASM: tl.
     v = mx_round(w, t, c, c64, RULE, ASM)
     if CARRIER == "bf16":
         return v
-    else:  # without it the compiler compares the types of both returns
+    else:  # noqa: RET505  without it the compiler compares the types of both returns
         first, second = tl.split(tl.reshape(fp8_bytes(v, CARRIER, ASM), [R, W // 2, 2]))
         return permute_bytes(first, second, 0x7531, ASM)
 

@@ -71,6 +71,27 @@ def memory(model: nn.Module) -> int:
     return sum(g.weights.bytes() for g in _groups(model))
 
 
+def turn(model: nn.Module) -> None:
+    """Begin a new window of steps: plans hold what the present and the last window have seen.
+
+    Call it every hundred steps or so, between steps: contractions on BF16 carriers return to FP8 where the
+    last window would have fitted there.
+    """
+    found = _groups(model)
+    if found:
+        sys.modules[_GROUPS].turn(found)
+
+
+def misfit_views(model: nn.Module) -> dict[str, int]:
+    """Operand name ("dy_row", ...) -> tensors found not to fit when checked, over all layers, so far."""
+    from fp4core.ops.carrier_plan import VIEW_NAMES
+
+    total: Counter[str] = Counter()
+    for g in _groups(model):
+        total.update(dict(zip(VIEW_NAMES, g.misfits)))
+    return {name: count for name, count in total.items() if count}
+
+
 def counters(model: nn.Module) -> dict[str, int]:
     """What exactness cost so far, for the training metrics.
 
@@ -79,7 +100,7 @@ def counters(model: nn.Module) -> dict[str, int]:
     """
     total: Counter[str] = Counter(misfits=0, replays=0, fp8=0, bf16=0)
     for g in _groups(model):
-        total["misfits"] += g.misfits
+        total["misfits"] += sum(g.misfits)
         total["replays"] += g.replays
         for kinds in g.plan.contraction_kinds().values():
             total["bf16" if "bf16" in kinds else "fp8"] += 1

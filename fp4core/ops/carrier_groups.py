@@ -14,6 +14,11 @@ fit: exact at once, one host synchronisation per producer. ``deferred`` never wa
 states of a model in one copy, between backward and the optimizer, and when it reports anything the step is
 repeated in the mode ``check``, with the same random bits. A view's first call is always checked, so that
 training starts with references that fit.
+
+A repeated step costs as much as one contraction in BF16 for a thousand steps, so a deferred plan follows not
+the last tensor but all that were seen in the present and the last window of steps (``turn``): tensors that
+fit one by one, but under no common reference, would otherwise repeat every step. A tensor whose largest block
+has moved as well has changed its scale, not its spread, and takes its reference along alone.
 """
 
 from __future__ import annotations
@@ -28,7 +33,18 @@ from torch import Tensor, nn
 from fp4core import formats
 from fp4core.ops import spec as specs
 from fp4core.ops.carrier_gemm import Carrier
-from fp4core.ops.carrier_plan import RANGE, VIEW_NAMES, VIEWS, W_COL, W_ROW, Plan, is_mx, operands
+from fp4core.ops.carrier_plan import (
+    RANGE,
+    VIEW_NAMES,
+    VIEWS,
+    W_COL,
+    W_ROW,
+    Plan,
+    fits,
+    is_mx,
+    operands,
+    union,
+)
 from fp4core.recipe import LinearRecipe, Operand
 
 _STATES = 4096  # views per device table; 682 groups
@@ -44,8 +60,11 @@ _RULES = {
 }
 
 
-# Steps of room beside the observed blocks within which a reference stays where it is.
+# Steps of room beside the observed blocks within which a reference stays where it is, and that a deferred
+# plan wants beyond all that was seen.
 _ROOM = 2
+# Steps by which a tensor's largest block moves with its spread; beyond, its scale has changed.
+_SHIFT = 3
 
 
 def _rule(format_name: str) -> tuple[int, int]:
@@ -69,11 +88,14 @@ class _Table:
     """States of all groups of a device in one tensor, so that one copy reads them.
 
     ``limits``: largest (largest bits, 0x8000 - smallest bits) of a row for which its reference may stay.
+    ``now``, ``before``: the same of all exact tensors in this window of steps and in the last; 0 for none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.data = torch.zeros(_STATES, 4, dtype=torch.int32, device=device)
         self.limits = torch.zeros(_STATES, 2, dtype=torch.int32)
+        self.now = torch.zeros(_STATES, 2, dtype=torch.int32)
+        self.before = torch.zeros(_STATES, 2, dtype=torch.int32)
         self.used = 0
 
     def rows(self, count: int) -> tuple[int, Tensor]:
@@ -123,7 +145,7 @@ class Group:
         self.calibrated = [not is_mx(self.operands[v]) for v in range(VIEWS)]
         self.weights = Weights()
         self._watched: list[weakref.ref[Tensor]] = []
-        self.misfits = 0  # producers' misfit reports so far
+        self.misfits = [0] * VIEWS  # tensors of each view found not to fit, when checked
         self.replays = 0  # steps repeated, counted where the first misfit was seen
         self.recheck = False  # the step is a repetition: check every view at once
 
@@ -143,18 +165,46 @@ class Group:
                 bad.append(view)
         return seen, bad
 
+    def recent(self) -> dict[int, tuple[int, int]]:
+        """View -> span of all exact tensors in this window of steps and the last."""
+        table, mine = _table(self.device), slice(self.first, self.first + VIEWS)
+        bits = torch.maximum(table.now[mine], table.before[mine]).tolist()
+        return self.spans([[0, top, low, 0] for top, low in bits], range(VIEWS))[0]
+
+    def _remembered(
+        self, rows: list[list[int]], seen: dict[int, tuple[int, int]]
+    ) -> dict[int, tuple[int, int]]:
+        """Enter exact tensors into the window; view -> span that the plan should hold from here on."""
+        table, past = _table(self.device), self.recent()
+        wanted = {}
+        for view, span in seen.items():
+            row, old = self.first + view, past.get(view)
+            wanted[view] = union(old, span)
+            apart = fits("e5m2", span, _ROOM) and not fits("e5m2", wanted[view], _ROOM)
+            if apart and abs(span[1] - old[1]) > _SHIFT:
+                wanted[view] = span
+                table.now[row] = table.before[row] = 0
+            extremes = torch.tensor(rows[view][1:3], dtype=torch.int32)
+            table.now[row] = torch.maximum(table.now[row], extremes)
+        return wanted
+
     def settle(self, views: Iterable[int]) -> bool:
         """Read the views' states (synchronises); True when all blocks fitted, else the plan is adapted.
 
-        On the first call of a view its reference is centred on what was seen, for the steps to come.
+        On the first call of a view its reference is put where it holds what was seen, for the steps to come.
         """
         views = list(views)
-        seen, bad = self.spans(self.state.tolist(), views)
+        rows = self.state.tolist()
+        seen, bad = self.spans(rows, views)
         first = [v for v in views if not self.calibrated[v]]
-        self.misfits += len(bad)
+        for view in bad:
+            self.misfits[view] += 1
         before = list(self.plan.refs)
+        if self.deferred:
+            seen = self._remembered(rows, seen)
         if bad or first:
-            self.plan.adapt({v: s for v, s in seen.items() if v in bad or v in first})
+            asked = {v: s for v, s in seen.items() if v in bad or v in first}
+            self.plan.adapt(asked, room=_ROOM if self.deferred else 0)
             self.note_limits()
         for v in range(VIEWS):
             if v in views:
@@ -181,6 +231,22 @@ class Group:
         """Tell the table what the present plan has room for; needed whenever the plan has changed."""
         limits = _table(self.device).limits
         limits[self.first : self.first + VIEWS] = torch.tensor(self.limits(), dtype=torch.int32)
+
+    def put_references(self) -> None:
+        """Write the plan's references where the producers read them, with fresh counts."""
+        self.state.copy_(torch.tensor([[ref, 0, 0, 0] for ref in self.plan.refs], dtype=torch.int32))
+        self.note_limits()
+
+    def window(self) -> list[list[int]]:
+        """The group's rows of the windows, as numbers: [now's two, before's two] per view."""
+        table, mine = _table(self.device), slice(self.first, self.first + VIEWS)
+        return torch.cat((table.now[mine], table.before[mine]), 1).tolist()
+
+    def set_window(self, rows: list[list[int]]) -> None:
+        """Put back what ``window`` gave."""
+        table, mine = _table(self.device), slice(self.first, self.first + VIEWS)
+        given = torch.tensor(rows, dtype=torch.int32)
+        table.now[mine], table.before[mine] = given[:, :2], given[:, 2:]
 
     def drop_weights(self) -> None:
         """Forget the encoded weights."""
@@ -296,11 +362,15 @@ def read(found: list[Group]) -> list[Misfit]:
             bad[0][0].replays += 1
             report += [Misfit(g.producers, VIEW_NAMES[v]) for g, v in bad]
         else:
+            table.now[places] = torch.maximum(table.now[places], rows[:, 1:3])
             tight = (rows[:, 1:3] > table.limits[places]).any(1).view(-1, VIEWS).any(1)
             crowded = tight.nonzero().flatten().tolist()
         for i in crowded:
             g = mine[i]
-            g.plan.adapt(g.spans(rows[i * VIEWS : (i + 1) * VIEWS].tolist(), range(VIEWS))[0])
+            seen = g.spans(rows[i * VIEWS : (i + 1) * VIEWS].tolist(), range(VIEWS))[0]
+            recent = g.recent()
+            # nothing has failed to fit, so the past alone widens no type
+            g.plan.adapt({v: recent[v] if fits(g.plan.kinds[v], recent[v]) else s for v, s in seen.items()})
             g.note_limits()
         if len(places) == table.used and not crowded:
             table.data[: table.used, 1:].zero_()
@@ -308,3 +378,20 @@ def read(found: list[Group]) -> list[Misfit]:
             fresh = torch.tensor([[r, 0, 0, 0] for g in mine for r in g.plan.refs], dtype=torch.int32)
             table.data.index_copy_(0, places.to(device), fresh.to(device))
     return report
+
+
+def turn(found: list[Group]) -> None:
+    """Begin a new window of steps: what was seen before the last one is forgotten.
+
+    Contractions that have left their preferred types return to them where the whole last window would fit
+    with room; otherwise a single wide step would keep them on BF16 for ever.
+    """
+    for device in {g.device for g in found}:
+        table = _table(device)
+        # a view of which nothing was seen keeps what it had: weights that were not encoded again
+        seen = (table.now > 0).any(1, keepdim=True)
+        table.before = torch.where(seen, table.now, table.before)
+        table.now.zero_()
+    for g in found:
+        if g.plan.recover(g.recent(), 2 * _ROOM):
+            g.put_references()

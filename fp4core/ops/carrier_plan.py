@@ -67,29 +67,38 @@ def width(span: tuple[int, int]) -> int:
     return max(0, span[1] - span[0] + 1)
 
 
-def fits(kind: str, span: tuple[int, int]) -> bool:
-    """Whether some reference lets ``kind`` hold every block of the span."""
+def fits(kind: str, span: tuple[int, int], room: int = 0) -> bool:
+    """Whether some reference lets ``kind`` hold every block of the span, and ``room`` steps more."""
     if kind == "bf16" or width(span) == 0:
         return True
     low, high, first, last = RANGE[kind]
-    return width(span) <= high - low + 1 and first <= reference(kind, span) <= last
+    return width(span) + room <= high - low + 1 and first <= reference(kind, span) <= last
 
 
 def reference(kind: str, span: tuple[int, int]) -> int:
-    """Reference exponent that centres the span in the type's range: equal room above and below."""
+    """Reference exponent that centres the span in E4M3's range; in E5M2's a third of the room is above.
+
+    E5M2 is for gradients, whose largest block hardly moves from step to step, but the smallest by many
+    binades (NOTES.md).
+    """
     if kind == "bf16" or width(span) == 0:
         return 0
     low, high, _, _ = RANGE[kind]
     slack = (high - low + 1) - width(span)
-    return span[1] + slack // 2 - high
+    return span[1] + slack // (3 if kind == "e5m2" else 2) - high
+
+
+def union(a: tuple[int, int] | None, b: tuple[int, int]) -> tuple[int, int]:
+    """Smallest span that holds both."""
+    return b if a is None else (min(a[0], b[0]), max(a[1], b[1]))
 
 
 def choose_types(
-    left: tuple[int, int], right: tuple[int, int], preferred: tuple[str, str]
+    left: tuple[int, int], right: tuple[int, int], preferred: tuple[str, str], room: int = 0
 ) -> tuple[str, str]:
     """Carrier types of a contraction's operands: as preferred, swapped, both E5M2, or BF16 for both."""
     for kinds in (preferred, (preferred[1], preferred[0]), ("e5m2", "e5m2")):
-        if fits(kinds[0], left) and fits(kinds[1], right):
+        if fits(kinds[0], left, room) and fits(kinds[1], right, room):
             return kinds
     return ("bf16", "bf16")
 
@@ -129,10 +138,10 @@ class Plan:
         """Present carrier types of the contractions that may use FP8."""
         return {name: (self.kinds[a], self.kinds[b]) for name in self.mx for a, b, _ in (CONTRACTIONS[name],)}
 
-    def adapt(self, seen: dict[int, tuple[int, int]]) -> list[str]:
-        """Take observed spans over: new references, and new types where a span is too wide.
+    def adapt(self, seen: dict[int, tuple[int, int]], room: int = 0) -> list[str]:
+        """Take spans over: new references, and new types where a span and ``room`` are too wide.
 
-        A contraction that fell back to BF16 stays there: a span that was too wide once comes back.
+        A contraction that fell back to BF16 stays there until ``recover``: what was too wide once comes back.
         Returns one line per contraction whose types changed.
         """
         for view, span in seen.items():
@@ -143,8 +152,10 @@ class Plan:
             before = (self.kinds[a], self.kinds[b])
             moved = {a, b} & seen.keys()
             spans = tuple(_EMPTY if self.spans[v] is None else self.spans[v] for v in (a, b))
-            if before != ("bf16", "bf16") and not (fits(before[0], spans[0]) and fits(before[1], spans[1])):
-                after = choose_types(spans[0], spans[1], preferred)
+            spare = [room if v in seen else 0 for v in (a, b)]
+            held = all(map(fits, before, spans, spare))
+            if before != ("bf16", "bf16") and not held:
+                after = choose_types(spans[0], spans[1], preferred, room)
                 self.kinds[a], self.kinds[b] = after
                 self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
                 moved = {a, b}
@@ -155,4 +166,19 @@ class Plan:
             for view in moved:
                 if self.spans[view] is not None:
                     self.refs[view] = reference(self.kinds[view], self.spans[view])
+        return changed
+
+    def recover(self, seen: dict[int, tuple[int, int]], room: int) -> bool:
+        """Go back to the preferred types where these spans leave them ``room``; whether any type changed."""
+        changed = False
+        for name in sorted(self.mx):
+            a, b, preferred = CONTRACTIONS[name]
+            spans = (seen.get(a), seen.get(b))
+            if (self.kinds[a], self.kinds[b]) == preferred or None in spans:
+                continue
+            if all(fits(kind, span, room) for kind, span in zip(preferred, spans)):
+                changed = True
+                for view, kind, span in zip((a, b), preferred, spans):
+                    self.kinds[view], self.spans[view] = kind, span
+                    self.refs[view] = reference(kind, span)
         return changed

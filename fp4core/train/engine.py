@@ -175,7 +175,7 @@ class Engine:
         if self.guard is None:
             return self.gradients(step), False
         for attempt in range(self.guard.attempts):
-            self.guard.begin()
+            self.guard.begin(step, attempt)
             total = self.gradients(step)
             if not self.world.reduce(float(not self.guard.exact()), op="max")[0]:
                 return total, attempt > 0

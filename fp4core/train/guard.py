@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from fp4core.ops import carrier
 from fp4core.ops.linear import resolve_backend
 
+# Steps after which the carrier plans forget what was seen before the last window of as many: short against a
+# run, long against the thousand steps that one repeated step is worth.
+WINDOW = 200
+
 
 class StepGuard(Protocol):
-    """`begin` stands before every attempt at a step, `exact` after its backward pass.
+    """`begin` stands before every attempt (0, 1, ...) at a step, `exact` after its backward pass.
 
     When `exact` is False the step is made again, `attempts` times in all.
     """
 
     attempts: int
 
-    def begin(self) -> None: ...
+    def begin(self, step: int, attempt: int) -> None: ...
     def exact(self) -> bool: ...
     def state(self) -> list[Any]: ...
     def load(self, state: list[Any]) -> None: ...
@@ -40,7 +43,9 @@ class CarrierGuard:
         self._model = model
         carrier.defer(model)
 
-    def begin(self) -> None:
+    def begin(self, step: int, attempt: int) -> None:
+        if step % WINDOW == 0 and attempt == 0:
+            carrier.turn(self._model)
         # a resharded parameter changes without its version counter
         carrier.encode_weights(self._model)
 
@@ -63,6 +68,7 @@ class CarrierGuard:
                 "spans": list(g.plan.spans),
                 "calibrated": list(g.calibrated),
                 "fallbacks": dict(g.plan.fallbacks),
+                "window": g.window(),
             }
             for g in carrier_groups.groups(self._model)
             if g.plan.mx
@@ -81,8 +87,9 @@ class CarrierGuard:
             g.plan.kinds, g.plan.refs = list(entry["kinds"]), list(entry["refs"])
             g.plan.spans = [None if span is None else tuple(span) for span in entry["spans"]]
             g.plan.fallbacks, g.calibrated = dict(entry["fallbacks"]), list(entry["calibrated"])
-            g.state.copy_(torch.tensor([[ref, 0, 0, 0] for ref in g.plan.refs], dtype=torch.int32))
-            g.note_limits()
+            if "window" in entry:  # checkpoints of earlier versions have none
+                g.set_window(entry["window"])
+            g.put_references()
 
 
 def step_guard(model: nn.Module, backend: str, device_type: str) -> StepGuard | None:

@@ -32,12 +32,12 @@ def test_the_plans_ranges_are_the_kernels():
 
 
 @pytest.mark.parametrize("kind", RANGE)
-def test_a_reference_centres_the_span_in_the_range(kind):
+def test_a_reference_leaves_room_above_and_below_the_span(kind):
     low, high, _, _ = RANGE[kind]
     for span in ((-4, -4), (-9, 3), (0, high - low)):
         ref = reference(kind, span)
         below, above = span[0] - ref - low, high - (span[1] - ref)
-        assert below >= 0 and above >= 0 and abs(below - above) <= 1
+        assert above >= 0 and 0 <= below - (2 if kind == "e5m2" else 1) * above <= 2
 
 
 @pytest.mark.parametrize(
@@ -70,6 +70,26 @@ def test_a_plan_moves_references_first_and_widens_for_good():
     assert (plan.kinds[DY_COL], plan.kinds[X_COL]) == ("bf16", "bf16") and plan.refs[X_COL] == 0
     plan.adapt({DY_COL: (-10, -9), X_COL: (0, 1)})
     assert plan.kinds[X_COL] == "bf16"
+
+
+def test_a_contraction_returns_only_where_all_operands_have_room():
+    plan = Plan.of(recipe("mxfp4_sr"), fp8=True)
+    plan.adapt({DY_COL: (-60, -9)})
+    assert not plan.recover({DY_COL: (-10, -9)}, 4)  # nothing known of the other operand
+    assert not plan.recover({DY_COL: (-37, -9), X_COL: (0, 1)}, 4)
+    assert plan.recover({DY_COL: (-33, -9), X_COL: (0, 10)}, 4)
+    assert (plan.kinds[DY_COL], plan.kinds[X_COL]) == ("e5m2", "e4m3")
+    assert plan.refs[DY_COL] == reference("e5m2", (-33, -9)) and plan.refs[X_COL] == reference(
+        "e4m3", (0, 10)
+    )
+    assert not plan.recover({DY_COL: (-33, -9), X_COL: (0, 10)}, 4)  # is there already
+
+
+def test_room_is_asked_of_what_was_seen():
+    plan = Plan.of(recipe("mxfp4_sr"), fp8=True)
+    assert plan.adapt({DY_COL: (-28, 0)}) == [] and plan.kinds[DY_COL] == "e5m2"
+    assert plan.adapt({X_COL: (0, 3)}, room=2) == []
+    assert plan.adapt({DY_COL: (-27, 0)}, room=2) and plan.kinds[DY_COL] == "bf16"
 
 
 def test_only_contractions_of_two_mx_operands_use_fp8():

@@ -1,4 +1,4 @@
-"""Every kernel that any route launches on a Hopper GPU, under any plan, compiles; see ``compile_launches``."""
+"""Every kernel that a route launches on a Hopper GPU, under any plan, compiles; see ``compile_launches``."""
 
 from __future__ import annotations
 

@@ -93,5 +93,6 @@ def test_a_state_is_of_its_moment() -> None:
     for group in carrier_groups.groups(one.model):
         group.plan.adapt(dict.fromkeys(range(6), (-60, 60)))
         group.calibrated[0] = not group.calibrated[0]
+    carrier_groups.turn(carrier_groups.groups(one.model))
     assert json.dumps(state) == then != json.dumps(one.extra_state())
     carrier_groups.forget()
