@@ -12,6 +12,7 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from fp4core.bench import common
 from fp4core.bench.step import measure
@@ -41,19 +42,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=common.RESULTS / "block.json")
     options = parser.parse_args(argv)
     device = common.require_gpu()
-    rows = []
+    rows: list[dict[str, Any]] = []
+
+    def put(row: dict[str, Any], schedule: str, base_ms: float) -> None:
+        rows.append({**row, "schedule": schedule, "ratio": base_ms / row["ms"]})
+        print(f"{row['route']} {schedule}, {row['tokens']} tokens: {row['ms']:.2f} ms", flush=True)
+        common.write_record("block", rows, options.out)
+
     for sequences in (int(n) for n in options.sequences.split(",")):
         one = argparse.Namespace(
             blocks=options.blocks, sequences=sequences, length=options.length, repeats=options.repeats
         )
         base = measure(None, one, device, False)
-        rows.append({**base, "schedule": "compiled", "ratio": 1.0})
+        put(base, "compiled", base["ms"])
         for route in options.routes.split(","):
-            fused = measure(route, one, device, False)
-            rows.append({**fused, "schedule": "fused", "ratio": base["ms"] / fused["ms"]})
+            put(measure(route, one, device, False), "fused", base["ms"])
             with _layer_by_layer():
-                serial = measure(route, one, device, False)
-            rows.append({**serial, "schedule": "layers", "ratio": base["ms"] / serial["ms"]})
+                put(measure(route, one, device, False), "layers", base["ms"])
     print(common.table(rows, ["route", "schedule", "tokens", "ms", "ratio", "memory_gib", "misfits"]))
-    print("written", common.write_record("block", rows, options.out))
+    print("written", options.out)
     return 0

@@ -127,7 +127,7 @@ class _Boundaries:
 
         def down_backward() -> Any:
             rows, _ = encode_gradients(down, [dy], state, True, True)
-            return rows, b.silu_backward(ffn, down, [self.dh], gate, up, state)
+            return rows, b.silu_backward(ffn, down, [self.dh], gate, up, state, lambda h: h)
 
         def qkv_backward() -> Any:
             return b.rope_backward(qkv, self.dqkv, self.table, state), norm_back(qkv, None)

@@ -172,9 +172,15 @@ def _backward(
 
     rows, cols = encode_gradients(down_group, [dy], state, True, True)
     dh = [sum_of_products(rows, encode_weights(down_group, weights[6:]).columns)]
-    rows, cols_ffn, h = silu_backward(ffn_group, down_group, dh, gate_up[:, :ffn], gate_up[:, ffn:], state)
-    dw_down = _weight_gradients(cols, h, weights[6:])
-    del h
+    rows, cols_ffn, dw_down = silu_backward(
+        ffn_group,
+        down_group,
+        dh,
+        gate_up[:, :ffn],
+        gate_up[:, ffn:],
+        state,
+        lambda h: _weight_gradients(cols, h, weights[6:]),
+    )
     dnormed = sum_of_products(rows, encode_weights(ffn_group, weights[4:6]).columns)
     dstream, normed, rows, cols, dnorm2 = norm_backward(
         ffn_group, o_group, dnormed, stream, dy, norms[1], rstd2, state

@@ -16,8 +16,9 @@ T tokens, K hidden, F ffn features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from fp4core.ops.carrier_groups import Group
 from fp4core.ops.carrier_plan import DY_COL, DY_ROW, X_COL, X_ROW, constant_of, is_mx
 
 _BF16 = torch.bfloat16
+Made = TypeVar("Made")
 
 
 SCHEDULES = ("serial", "fused", "single")
@@ -186,34 +188,47 @@ def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:
     return settled(g, [X_ROW], make)
 
 
-def _silu_gradients(down: Group, dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, Carrier]:
-    """(dgate, dup in BF16, column operand of h for ``down``)."""
+def _silu_gradients(
+    down: Group, taken: list[Tensor], gate: Tensor, up: Tensor
+) -> tuple[list[Tensor], Carrier]:
+    """([dgate, dup] in BF16, column operand of h for ``down``); ``taken`` as for ``silu_backward``."""
+    dh = taken.pop()
     if not _mx_activations(down, X_COL):
         dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, None, None)
-        return dgate, dup, encode(down, h, None, X_COL, None, down.producers[0])[1]
+        del dh
+        return [dgate, dup], encode(down, h, None, X_COL, None, down.producers[0])[1]
 
     def make() -> tuple[Tensor, Tensor, Carrier]:
         dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, view_of(down, X_COL), down.state[X_COL])
         return dgate, dup, _carrier(down, X_COL, h)
 
-    return settled(down, [X_COL], make)
+    dgate, dup, h = settled(down, [X_COL], make)
+    return [dgate, dup], h
 
 
 def silu_backward(
-    g: Group, down: Group, taken: list[Tensor], gate: Tensor, up: Tensor, state: Tensor
-) -> tuple[list[Carrier], list[Carrier], Carrier]:
-    """(row operands, column operands of [dgate | dup] for their group, column operand of h for ``down``).
+    g: Group,
+    down: Group,
+    taken: list[Tensor],
+    gate: Tensor,
+    up: Tensor,
+    state: Tensor,
+    use: Callable[[Carrier], Made],
+) -> tuple[list[Carrier], list[Carrier], Made]:
+    """(row operands, column operands of [dgate | dup] for their group, what ``use`` made of h).
 
-    ``taken``: dh alone, taken out of the list, so that its memory is free when dgate and dup are encoded.
+    Args:
+        taken: dh alone, taken out of the list, so that its memory is free when dgate and dup are encoded.
+        use: takes the column operand of h for ``down`` (its Wgrad); for the same reason called as early as
+            the schedule allows.
     """
-    dh = taken.pop()
     if not (_mx_gradients(g) and _mx_activations(down, X_COL)):
-        dgate, dup, h = _silu_gradients(down, dh, gate, up)
-        del dh
-        gradients = [dgate, dup]
-        del dgate, dup
+        gradients, h = _silu_gradients(down, taken, gate, up)
+        used = use(h)
+        del h
         rows, cols = encode_gradients(g, gradients, state, True, True)
-        return rows, cols, h
+        return rows, cols, used
+    dh = taken.pop()
 
     def make() -> tuple[list[Carrier], list[Carrier], Carrier]:
         row = view_of(g, DY_ROW)
@@ -230,4 +245,5 @@ def silu_backward(
         )
         return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)], _carrier(down, X_COL, h)
 
-    return settled(g, [DY_ROW, DY_COL], lambda: settled(down, [X_COL], make))
+    rows, cols, h = settled(g, [DY_ROW, DY_COL], lambda: settled(down, [X_COL], make))
+    return rows, cols, use(h)

@@ -1,6 +1,6 @@
 """Compile, for a Hopper GPU that is not there, every kernel that blocks and layers would launch on one.
 
-    python tests/kernels/compile_launches.py [--machine-code] ROUTE...
+    python -m tests.kernels.compile_launches [--machine-code] ROUTE...
 
 The ops run on CPU tensors; each launch is specialised as Triton's own launcher does it and compiled for sm_90
 instead of being run: to Triton's IR, which finds what only the compiler refuses, or with ``--machine-code``

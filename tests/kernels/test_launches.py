@@ -34,9 +34,12 @@ NV = {"_chunk_kernel": 5, "_outer_kernel": 6, "dual_kernel": 40}
 def test_every_launch_compiles(routes: tuple[str, ...], least: dict[str, int]) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_launches.py")
     done = subprocess.run(
-        [sys.executable, str(script), *routes], capture_output=True, text=True, env=environment
+        [sys.executable, "-m", "tests.kernels.compile_launches", *routes],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
     variants = json.loads(done.stdout.splitlines()[-1])["kernels"]
