@@ -18,7 +18,9 @@ training starts with references that fit.
 A repeated step costs as much as one contraction in BF16 for a thousand steps, so a deferred plan follows not
 the last tensor but all that were seen in the present and the last window of steps (``turn``): tensors that
 fit one by one, but under no common reference, would otherwise repeat every step. A tensor whose largest block
-has moved as well has changed its scale, not its spread, and takes its reference along alone.
+has moved as well has changed its scale, not its spread, and takes its reference along alone. And what one
+layer's tensor does, the same tensor of other layers will soon do: where one contraction has had to leave FP8,
+its siblings follow whose own span is not far from that.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from fp4core import formats
 from fp4core.ops import spec as specs
 from fp4core.ops.carrier_gemm import Carrier
 from fp4core.ops.carrier_plan import (
+    CONTRACTIONS,
     RANGE,
     VIEW_NAMES,
     VIEWS,
@@ -65,6 +68,9 @@ _RULES = {
 _ROOM = 2
 # Steps by which a tensor's largest block moves with its spread; beyond, its scale has changed.
 _SHIFT = 3
+# Steps by which a span may widen at once (dY of q, k, v: 22 to 31, NOTES.md): the room without which a
+# contraction follows a sibling to BF16, and with which it returns from there.
+_FOLLOW = 9
 
 
 def _rule(format_name: str) -> tuple[int, int]:
@@ -147,7 +153,13 @@ class Group:
         self._watched: list[weakref.ref[Tensor]] = []
         self.misfits = [0] * VIEWS  # tensors of each view found not to fit, when checked
         self.replays = 0  # steps repeated, counted where the first misfit was seen
+        self.fallen: set[str] = set()  # contractions that left FP8 in this step
         self.recheck = False  # the step is a repetition: check every view at once
+
+    @property
+    def role(self) -> int:
+        """Which of a block's linears comes first in the group: equal for siblings in other blocks."""
+        return specs.linear_index(self.producers[0])
 
     def spans(
         self, rows: list[list[int]], views: Iterable[int]
@@ -204,7 +216,9 @@ class Group:
             seen = self._remembered(rows, seen)
         if bad or first:
             asked = {v: s for v, s in seen.items() if v in bad or v in first}
+            on_fp8 = self.plan.fp8()
             self.plan.adapt(asked, room=_ROOM if self.deferred else 0)
+            self.fallen |= on_fp8 - self.plan.fp8()
             self.note_limits()
         for v in range(VIEWS):
             if v in views:
@@ -372,12 +386,29 @@ def read(found: list[Group]) -> list[Misfit]:
             # nothing has failed to fit, so the past alone widens no type
             g.plan.adapt({v: recent[v] if fits(g.plan.kinds[v], recent[v]) else s for v, s in seen.items()})
             g.note_limits()
+        if not misfit and any(g.fallen for g in mine):
+            crowded += _follow(mine)
         if len(places) == table.used and not crowded:
             table.data[: table.used, 1:].zero_()
         else:
             fresh = torch.tensor([[r, 0, 0, 0] for g in mine for r in g.plan.refs], dtype=torch.int32)
             table.data.index_copy_(0, places.to(device), fresh.to(device))
     return report
+
+
+def _follow(found: list[Group]) -> list[int]:
+    """Let siblings of contractions that left FP8 follow them (``_FOLLOW``); places of groups that changed."""
+    fallen = {(g.spec, g.role, name) for g in found for name in g.fallen}
+    changed = []
+    for i, g in enumerate(found):
+        g.fallen.clear()
+        names = [name for name in g.plan.fp8() if (g.spec, g.role, name) in fallen]
+        recent = g.recent() if names else {}
+        views = {view for name in names for view in CONTRACTIONS[name][:2]}
+        if g.plan.adapt({v: s for v, s in recent.items() if v in views}, room=_FOLLOW):
+            g.note_limits()
+            changed.append(i)
+    return changed
 
 
 def turn(found: list[Group]) -> None:
@@ -393,5 +424,5 @@ def turn(found: list[Group]) -> None:
         table.before = torch.where(seen, table.now, table.before)
         table.now.zero_()
     for g in found:
-        if g.plan.recover(g.recent(), 2 * _ROOM):
+        if g.plan.recover(g.recent(), _FOLLOW):
             g.put_references()

@@ -377,6 +377,33 @@ def test_a_contraction_returns_to_fp8_when_the_wide_window_is_over():
     assert group.plan.kinds[DY_ROW] == "e5m2" and not _micro_steps(layer, x, (2.0**-2, 1.0))
 
 
+def test_siblings_follow_a_contraction_that_left_fp8():
+    m = model("mxfp4_sr")
+    layers = [block.mlp.down_proj for block in m.model.layers] + [m.model.layers[0].mlp.up_proj]
+    spans = [2.0**-20, 2.0**-22, 2.0**-22]
+    carrier.defer(m)
+
+    def step(smallest: list[float]) -> bool:
+        for layer, small in zip(layers, smallest, strict=True):
+            y = layer(draw(64, layer.weight.shape[1]).requires_grad_(), state())
+            dy = torch.ones_like(y)
+            dy[0, :32] = small
+            torch.autograd.grad(y, [layer.weight], dy)
+        return not carrier.misfits(m)
+
+    def kinds() -> list[str]:
+        return [
+            carrier_groups.group([n.producer], n.spec, n.weight.device).plan.kinds[DY_ROW] for n in layers
+        ]
+
+    assert step(spans) and kinds() == ["e5m2"] * 3
+    wide = [2.0**-40, *spans[1:]]
+    assert not step(wide) and step(wide)
+    # the other block's has 23 of 29 steps and follows; up_proj is no sibling
+    assert kinds() == ["bf16", "bf16", "e5m2"]
+    assert step([spans[0], 2.0**-40, spans[2]])
+
+
 def test_a_deferred_step_never_waits_for_the_device(monkeypatch):
     m = model("mxfp4_sr")
     layer, x = one_linear(m)
