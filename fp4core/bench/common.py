@@ -91,6 +91,13 @@ def commit() -> str | None:
     return head + ("+" if changed else "")
 
 
+def _module() -> str:
+    """Name of the module that this process runs, as `python -m` takes it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = "fp4core.bench" if spec is None else spec.name.removesuffix(".__main__")
+    return name if name.startswith("fp4core") else "fp4core.bench"
+
+
 def environment() -> dict[str, Any]:
     """Device, versions, date and command of this process."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -106,7 +113,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "date_utc": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": "python -m fp4core.bench " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m", _module(), *sys.argv[1:]]),
     }
 
 
