@@ -56,6 +56,7 @@ class Job:
     activation_checkpoint: str = "none"
     gather: str = "bf16"
     keep_gathered: bool = True
+    replicas: int = 1
     deterministic: bool = False
     sharded: bool = False
     compile: bool = True
@@ -101,6 +102,7 @@ class Job:
             device=self.device,
             gather=self.gather,
             keep_gathered=self.keep_gathered,
+            replicas=self.replicas,
             deterministic=self.deterministic,
         )
         return dataclasses.replace(base, model=model, train=train)

@@ -16,13 +16,13 @@ TINY = "device=cpu:size=tiny:sequence=64:blocks=2:compile=false:window=2:accumul
 
 def test_jobs_run_and_one_that_fails_stops_nothing(tmp_path: Path) -> None:
     out = tmp_path / "scale.json"
-    jobs = ["bf16", "nosuch", "mxfp4_sr:steps=3", "mxfp4_sr:gpus=1:steps=3:profile=true"]
+    jobs = ["bf16", "nosuch", "mxfp4_sr:steps=3", "mxfp4_sr:gpus=1:steps=3:profile=true", "bf16:replicas=2"]
     code = scale.main(["--out", str(out), "--steps", "2", "--defaults", TINY, "--jobs", *jobs])
     record = json.loads(out.read_text())
     assert code == 1
-    assert [row.get("done", False) for row in record["rows"]] == [True, False, True, True]
+    assert [row.get("done", False) for row in record["rows"]] == [True, False, True, True, True]
     assert "unknown" in record["rows"][1]["error"]
-    assert [len(row["steps"]) for row in record["rows"] if "steps" in row] == [2, 3, 3]
+    assert [len(row["steps"]) for row in record["rows"] if "steps" in row] == [2, 3, 3, 2]
     assert [entry["job"] for entry in record["summary"]["routes"]] == [record["rows"][2]["title"]]
     assert [entry["gpus"] for entry in record["summary"]["scaling"]] == [2]
     assert record["versions"]["torch"] and record["command"].startswith("python -m fp4core.bench")
