@@ -74,8 +74,8 @@ def memory(model: nn.Module) -> int:
 def turn(model: nn.Module) -> None:
     """Begin a new window of steps: plans hold what the present and the last window have seen.
 
-    Call it every hundred steps or so, between steps: contractions on BF16 carriers return to FP8 where the
-    last window would have fitted there.
+    Call it every few hundred steps, between steps: contractions on BF16 carriers, or on a slower pair of FP8
+    types, return to faster ones where all that the last window saw would leave them room.
     """
     found = _groups(model)
     if found:

@@ -18,9 +18,9 @@ training starts with references that fit.
 A repeated step costs as much as one contraction in BF16 for a thousand steps, so a deferred plan follows not
 the last tensor but all that were seen in the present and the last window of steps (``turn``): tensors that
 fit one by one, but under no common reference, would otherwise repeat every step. A tensor whose largest block
-has moved as well has changed its scale, not its spread, and takes its reference along alone. And what one
-layer's tensor does, the same tensor of other layers will soon do: where one contraction has had to leave FP8,
-its siblings follow whose own span is not far from that.
+has moved as well has changed its scale, not its spread, and takes its reference along alone, once in a
+window. And what one layer's tensor does, the same tensor of other layers will soon do: where a contraction
+has had to leave FP8, siblings follow that have little room themselves.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ _RULES = {
 _ROOM = 2
 # Steps by which a tensor's largest block moves with its spread; beyond, its scale has changed.
 _SHIFT = 3
-# Steps by which a span may widen at once (dY of q, k, v: 22 to 31, NOTES.md): the room without which a
-# contraction follows a sibling to BF16, and with which it returns from there.
+# Steps that dY of q, k, v has been seen to widen by at once (22 to 31, NOTES.md): an operand with less room
+# follows a sibling to BF16, and one with more returns from there.
 _FOLLOW = 9
+_NON_FINITE = 0x7F80  # BF16 bits from which on a magnitude is infinite or NaN
 
 
 def _rule(format_name: str) -> tuple[int, int]:
@@ -95,6 +96,7 @@ class _Table:
 
     ``limits``: largest (largest bits, 0x8000 - smallest bits) of a row for which its reference may stay.
     ``now``, ``before``: the same of all exact tensors in this window of steps and in the last; 0 for none.
+    ``alone``: whether a reference has left the past behind in this window.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,6 +104,7 @@ class _Table:
         self.limits = torch.zeros(_STATES, 2, dtype=torch.int32)
         self.now = torch.zeros(_STATES, 2, dtype=torch.int32)
         self.before = torch.zeros(_STATES, 2, dtype=torch.int32)
+        self.alone = torch.zeros(_STATES, dtype=torch.bool)
         self.used = 0
 
     def rows(self, count: int) -> tuple[int, Tensor]:
@@ -145,6 +148,9 @@ class Group:
         self.producers, self.spec, self.device = producers, spec, device
         self.recipe: LinearRecipe = specs.decode(spec)
         self.operands: dict[int, Operand] = operands(self.recipe)
+        w_row, w_col = self.operands[W_ROW], self.operands[W_COL]
+        # both weight views are then one encoding with the row view's state, while their types are equal
+        self.one_weight = is_mx(w_row) and w_row == w_col and formats.get(w_row.format).two_d
         self.plan = Plan.of(self.recipe, fp8=fp8)
         self.first, self.state = _table(device).rows(VIEWS)
         self.deferred = bool(_DEFERRED.intersection((device, spec, p) for p in producers))
@@ -153,7 +159,7 @@ class Group:
         self._watched: list[weakref.ref[Tensor]] = []
         self.misfits = [0] * VIEWS  # tensors of each view found not to fit, when checked
         self.replays = 0  # steps repeated, counted where the first misfit was seen
-        self.fallen: set[str] = set()  # contractions that left FP8 in this step
+        self.fallen: set[str] = set()  # contractions that left FP8 since `read` last found a step exact
         self.recheck = False  # the step is a repetition: check every view at once
 
     @property
@@ -181,20 +187,28 @@ class Group:
         """View -> span of all exact tensors in this window of steps and the last."""
         table, mine = _table(self.device), slice(self.first, self.first + VIEWS)
         bits = torch.maximum(table.now[mine], table.before[mine]).tolist()
-        return self.spans([[0, top, low, 0] for top, low in bits], range(VIEWS))[0]
+        found = self.spans([[0, top, low, 0] for top, low in bits], range(VIEWS))[0]
+        if self.one_weight and W_ROW in found:
+            found.setdefault(W_COL, found[W_ROW])
+        return found
 
     def _remembered(
-        self, rows: list[list[int]], seen: dict[int, tuple[int, int]]
+        self, rows: list[list[int]], seen: dict[int, tuple[int, int]], bad: list[int]
     ) -> dict[int, tuple[int, int]]:
         """Enter exact tensors into the window; view -> span that the plan should hold from here on."""
         table, past = _table(self.device), self.recent()
         wanted = {}
         for view, span in seen.items():
             row, old = self.first + view, past.get(view)
-            wanted[view] = union(old, span)
-            apart = fits("e5m2", span, _ROOM) and not fits("e5m2", wanted[view], _ROOM)
-            if apart and abs(span[1] - old[1]) > _SHIFT:
+            if rows[view][1] >= _NON_FINITE:
                 wanted[view] = span
+                continue
+            wanted[view] = union(old, span)
+            moved = old is not None and view in bad and abs(span[1] - old[1]) > _SHIFT
+            apart = fits("e5m2", span, _ROOM) and not fits("e5m2", wanted[view], _ROOM)
+            if moved and apart and not table.alone[row]:
+                wanted[view] = span
+                table.alone[row] = True
                 table.now[row] = table.before[row] = 0
             extremes = torch.tensor(rows[view][1:3], dtype=torch.int32)
             table.now[row] = torch.maximum(table.now[row], extremes)
@@ -204,22 +218,25 @@ class Group:
         """Read the views' states (synchronises); True when all blocks fitted, else the plan is adapted.
 
         On the first call of a view its reference is put where it holds what was seen, for the steps to come.
+        Views that run ahead are left to ``read``, with their counts.
         """
-        views = list(views)
+        ahead = self.deferred and not self.recheck
+        views = [v for v in views if not (ahead and self.calibrated[v])]
         rows = self.state.tolist()
         seen, bad = self.spans(rows, views)
-        first = [v for v in views if not self.calibrated[v]]
+        # an infinity or NaN is itself in BF16, as its format has it: nothing wider would hold it better
+        bad = [v for v in bad if self.plan.kinds[v] != "bf16" or rows[v][1] < _NON_FINITE]
         for view in bad:
             self.misfits[view] += 1
+        moving = {*bad, *(v for v in views if not self.calibrated[v])}
+        if self.one_weight and W_ROW in seen and W_COL in views and W_COL not in seen:
+            seen[W_COL] = seen[W_ROW]
+            moving |= {W_COL} if W_ROW in moving else set()
         before = list(self.plan.refs)
         if self.deferred:
-            seen = self._remembered(rows, seen)
-        if bad or first:
-            asked = {v: s for v, s in seen.items() if v in bad or v in first}
-            on_fp8 = self.plan.fp8()
-            self.plan.adapt(asked, room=_ROOM if self.deferred else 0)
-            self.fallen |= on_fp8 - self.plan.fp8()
-            self.note_limits()
+            seen = self._remembered(rows, seen, bad)
+        if moving:
+            self._adapt({v: s for v, s in seen.items() if v in moving})
         for v in range(VIEWS):
             if v in views:
                 self.calibrated[v] = True
@@ -228,6 +245,19 @@ class Group:
             elif self.plan.refs[v] != before[v]:
                 self.state[v, 0].fill_(self.plan.refs[v])
         return not bad
+
+    def _adapt(self, spans: dict[int, tuple[int, int]]) -> None:
+        if not self.deferred:
+            self.plan.adapt(spans)
+        else:
+            known, on_fp8 = self.recent(), self.plan.fp8()
+            for a, b, _ in CONTRACTIONS.values():  # a partner may have widened within its own room
+                for view, partner in ((a, b), (b, a)):
+                    if view in spans and partner not in spans and partner in known:
+                        self.plan.spans[partner] = known[partner]
+            self.plan.adapt(spans, room=_ROOM)
+            self.fallen |= on_fp8 - self.plan.fp8()
+        self.note_limits()
 
     def limits(self) -> list[tuple[int, int]]:
         """Per view, the extremes up to which ``read`` leaves the plan alone: ``_ROOM`` inside its range."""
@@ -246,21 +276,22 @@ class Group:
         limits = _table(self.device).limits
         limits[self.first : self.first + VIEWS] = torch.tensor(self.limits(), dtype=torch.int32)
 
-    def put_references(self) -> None:
-        """Write the plan's references where the producers read them, with fresh counts."""
+    def resume(self) -> None:
+        """Begin under a plan that was put in place: its references, no counts, no encodings."""
         self.state.copy_(torch.tensor([[ref, 0, 0, 0] for ref in self.plan.refs], dtype=torch.int32))
         self.note_limits()
+        self.drop_weights()
 
     def window(self) -> list[list[int]]:
-        """The group's rows of the windows, as numbers: [now's two, before's two] per view."""
+        """The group's rows of the windows, as numbers: now's two, before's two and ``alone`` per view."""
         table, mine = _table(self.device), slice(self.first, self.first + VIEWS)
-        return torch.cat((table.now[mine], table.before[mine]), 1).tolist()
+        return torch.cat((table.now[mine], table.before[mine], table.alone[mine, None].int()), 1).tolist()
 
     def set_window(self, rows: list[list[int]]) -> None:
         """Put back what ``window`` gave."""
         table, mine = _table(self.device), slice(self.first, self.first + VIEWS)
         given = torch.tensor(rows, dtype=torch.int32)
-        table.now[mine], table.before[mine] = given[:, :2], given[:, 2:]
+        table.now[mine], table.before[mine], table.alone[mine] = given[:, :2], given[:, 2:4], given[:, 4] > 0
 
     def drop_weights(self) -> None:
         """Forget the encoded weights."""
@@ -387,42 +418,42 @@ def read(found: list[Group]) -> list[Misfit]:
             g.plan.adapt({v: recent[v] if fits(g.plan.kinds[v], recent[v]) else s for v, s in seen.items()})
             g.note_limits()
         if not misfit and any(g.fallen for g in mine):
-            crowded += _follow(mine)
-        if len(places) == table.used and not crowded:
+            _follow(mine)
+        refs = torch.tensor([r for g in mine for r in g.plan.refs], dtype=torch.int32)
+        if len(places) == table.used and torch.equal(refs, rows[:, 0]):
             table.data[: table.used, 1:].zero_()
         else:
-            fresh = torch.tensor([[r, 0, 0, 0] for g in mine for r in g.plan.refs], dtype=torch.int32)
+            fresh = torch.nn.functional.pad(refs[:, None], (0, 3))
             table.data.index_copy_(0, places.to(device), fresh.to(device))
     return report
 
 
-def _follow(found: list[Group]) -> list[int]:
-    """Let siblings of contractions that left FP8 follow them (``_FOLLOW``); places of groups that changed."""
+def _follow(found: list[Group]) -> None:
+    """Let siblings of contractions that left FP8 follow them; see ``_FOLLOW``."""
     fallen = {(g.spec, g.role, name) for g in found for name in g.fallen}
-    changed = []
-    for i, g in enumerate(found):
+    for g in found:
         g.fallen.clear()
         names = [name for name in g.plan.fp8() if (g.spec, g.role, name) in fallen]
         recent = g.recent() if names else {}
-        views = {view for name in names for view in CONTRACTIONS[name][:2]}
-        if g.plan.adapt({v: s for v, s in recent.items() if v in views}, room=_FOLLOW):
-            g.note_limits()
-            changed.append(i)
-    return changed
+        for name in names:
+            wide = CONTRACTIONS[name][0]  # the operand that is to be in E5M2
+            if wide in recent and not fits("e5m2", recent[wide], _FOLLOW):
+                g.plan.leave(name)
+                g.note_limits()
 
 
 def turn(found: list[Group]) -> None:
     """Begin a new window of steps: what was seen before the last one is forgotten.
 
-    Contractions that have left their preferred types return to them where the whole last window would fit
-    with room; otherwise a single wide step would keep them on BF16 for ever.
+    Contractions return to the types that leave the spans of the last window room; otherwise a single wide
+    step would keep them on BF16 for ever. Counts of misfits stay for ``read``.
     """
-    for device in {g.device for g in found}:
-        table = _table(device)
-        # a view of which nothing was seen keeps what it had: weights that were not encoded again
-        seen = (table.now > 0).any(1, keepdim=True)
-        table.before = torch.where(seen, table.now, table.before)
-        table.now.zero_()
     for g in found:
-        if g.plan.recover(g.recent(), _FOLLOW):
-            g.put_references()
+        table, mine = _table(g.device), slice(g.first, g.first + VIEWS)
+        # a view of which nothing was seen keeps what it had: weights that were not encoded again
+        seen = (table.now[mine] > 0).any(1, keepdim=True)
+        table.before[mine] = torch.where(seen, table.now[mine], table.before[mine])
+        table.now[mine], table.alone[mine] = 0, False
+        if g.plan.recover(g.recent(), (_FOLLOW, _ROOM)):
+            g.state[:, 0].copy_(torch.tensor(g.plan.refs, dtype=torch.int32))
+            g.note_limits()

@@ -78,8 +78,8 @@ def fits(kind: str, span: tuple[int, int], room: int = 0) -> bool:
 def reference(kind: str, span: tuple[int, int]) -> int:
     """Reference exponent that centres the span in E4M3's range; in E5M2's a third of the room is above.
 
-    E5M2 is for gradients, whose largest block hardly moves from step to step, but the smallest by many
-    binades (NOTES.md).
+    E5M2 has room to spare for rows of activations, and holds gradients, whose largest block hardly moves from
+    step to step, but the smallest by many binades (NOTES.md).
     """
     if kind == "bf16" or width(span) == 0:
         return 0
@@ -94,13 +94,21 @@ def union(a: tuple[int, int] | None, b: tuple[int, int]) -> tuple[int, int]:
 
 
 def choose_types(
-    left: tuple[int, int], right: tuple[int, int], preferred: tuple[str, str], room: int = 0
+    left: tuple[int, int],
+    right: tuple[int, int],
+    preferred: tuple[str, str],
+    rooms: tuple[int, int] = (0, 0),
 ) -> tuple[str, str]:
-    """Carrier types of a contraction's operands: as preferred, swapped, both E5M2, or BF16 for both."""
-    for kinds in (preferred, (preferred[1], preferred[0]), ("e5m2", "e5m2")):
-        if fits(kinds[0], left, room) and fits(kinds[1], right, room):
+    """Carrier types of a contraction's operands: the first of ``_choices`` that leaves them their rooms."""
+    for kinds in _choices(preferred):
+        if fits(kinds[0], left, rooms[0]) and fits(kinds[1], right, rooms[1]):
             return kinds
-    return ("bf16", "bf16")
+    raise AssertionError("BF16 holds every span")
+
+
+def _choices(preferred: tuple[str, str]) -> list[tuple[str, str]]:
+    """As preferred, swapped, both E5M2, or BF16 for both: ever slower."""
+    return [preferred, (preferred[1], preferred[0]), ("e5m2", "e5m2"), ("bf16", "bf16")]
 
 
 @dataclass
@@ -110,7 +118,7 @@ class Plan:
     Attributes:
         kinds: view -> "e5m2", "e4m3" or "bf16".
         refs: view -> reference exponent, 0 for BF16.
-        spans: view -> (smallest, largest) block exponent seen when the plan was last adapted; None before.
+        spans: view -> (smallest, largest) block exponent that the plan was last adapted to; None before.
         mx: contractions whose two operands are MX, the only ones that may use FP8.
         fallbacks: how often a contraction left its preferred types, by contraction.
     """
@@ -159,7 +167,7 @@ class Plan:
             spare = [room if v in seen else 0 for v in (a, b)]
             held = all(map(fits, before, spans, spare))
             if before != ("bf16", "bf16") and not held:
-                after = choose_types(spans[0], spans[1], preferred, room)
+                after = choose_types(spans[0], spans[1], preferred, (room, room))
                 self.kinds[a], self.kinds[b] = after
                 self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
                 moved = {a, b}
@@ -172,17 +180,24 @@ class Plan:
                     self.refs[view] = reference(self.kinds[view], self.spans[view])
         return changed
 
-    def recover(self, seen: dict[int, tuple[int, int]], room: int) -> bool:
-        """Go back to the preferred types where these spans leave them ``room``; whether any type changed."""
+    def leave(self, name: str) -> None:
+        """Put a contraction on BF16 carriers."""
+        for view in CONTRACTIONS[name][:2]:
+            self.kinds[view], self.refs[view] = "bf16", 0
+        self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
+
+    def recover(self, seen: dict[int, tuple[int, int]], rooms: tuple[int, int]) -> bool:
+        """Go back to faster types where these spans leave the operands their rooms; whether any changed."""
         changed = False
         for name in sorted(self.mx):
             a, b, preferred = CONTRACTIONS[name]
-            spans = (seen.get(a), seen.get(b))
-            if (self.kinds[a], self.kinds[b]) == preferred or None in spans:
+            if a not in seen or b not in seen:
                 continue
-            if all(fits(kind, span, room) for kind, span in zip(preferred, spans)):
+            choices, present = _choices(preferred), (self.kinds[a], self.kinds[b])
+            kinds = choose_types(seen[a], seen[b], preferred, rooms)
+            if choices.index(kinds) < choices.index(present):
                 changed = True
-                for view, kind, span in zip((a, b), preferred, spans):
-                    self.kinds[view], self.spans[view] = kind, span
-                    self.refs[view] = reference(kind, span)
+                for view, kind in zip((a, b), kinds):
+                    self.kinds[view], self.spans[view] = kind, seen[view]
+                    self.refs[view] = reference(kind, seen[view])
         return changed

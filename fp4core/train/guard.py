@@ -14,9 +14,9 @@ from torch import nn
 from fp4core.ops import carrier
 from fp4core.ops.linear import resolve_backend
 
-# Steps after which the carrier plans forget what was seen before the last window of as many: short against a
-# run, long against the thousand steps that one repeated step is worth.
-WINDOW = 200
+# Steps after which the carrier plans forget what was seen before the last window of as many. A repeated step
+# is worth one contraction in BF16 for a thousand steps, so contractions do not return much sooner than that.
+WINDOW = 500
 
 
 class StepGuard(Protocol):
@@ -89,7 +89,7 @@ class CarrierGuard:
             g.plan.fallbacks, g.calibrated = dict(entry["fallbacks"]), list(entry["calibrated"])
             if "window" in entry:  # checkpoints of earlier versions have none
                 g.set_window(entry["window"])
-            g.put_references()
+            g.resume()
 
 
 def step_guard(model: nn.Module, backend: str, device_type: str) -> StepGuard | None:

@@ -112,22 +112,34 @@ def steps(route: str) -> None:
         y = block(h, cos, sin, state)
         torch.autograd.grad(y, [h, *block.parameters()], torch.ones_like(y), allow_unused=True)
 
+    def plan(types: dict[str, tuple[str, str]]) -> None:
+        for group in carrier_groups.groups(model):
+            for name in types.keys() & group.plan.mx:
+                left, right, _ = CONTRACTIONS[name]
+                group.plan.kinds[left], group.plan.kinds[right] = types[name]
+
     for block in (model.model.layers[0], model.model.layers[-1]):
+        layers = (block.self_attn.q_proj, block.mlp.down_proj)
         step(block)  # makes the groups
-        for pair in itertools.product(TYPES, TYPES):
-            for group in carrier_groups.groups(model):
-                # rows and columns of a gradient, and of an activation, come from one kernel
-                for name, types in zip(("dgrad", "wgrad", "fprop"), (*pair, pair[0])):
-                    if name in group.plan.mx:
-                        left, right, _ = CONTRACTIONS[name]
-                        group.plan.kinds[left], group.plan.kinds[right] = types
+        for layer in layers:
+            step_of(layer, state)
+        for dgrad, wgrad in itertools.product(TYPES, TYPES):
+            # in a block rows and columns of a gradient come from one kernel
+            plan({"dgrad": dgrad, "wgrad": wgrad, "fprop": dgrad})
             for name in carrier_boundary.SCHEDULES:
                 with carrier_boundary.schedule(name):
                     step(block)
-        for layer in (block.self_attn.q_proj, block.mlp.down_proj):
-            x = torch.randn(64, layer.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
-            y = layer(x, state)
-            torch.autograd.grad(y, [x, layer.weight], torch.ones_like(y))
+            for fprop in TYPES:  # in a layer those of an activation and of a weight do so too
+                plan({"fprop": fprop})
+                for layer in layers:
+                    step_of(layer, state)
+
+
+def step_of(layer: torch.nn.Module, state: torch.Tensor) -> None:
+    """Forward and backward of one layer."""
+    x = torch.randn(64, layer.weight.shape[1], dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x, state)
+    torch.autograd.grad(y, [x, layer.weight], torch.ones_like(y))
 
 
 def main() -> None:

@@ -75,14 +75,18 @@ def test_a_plan_moves_references_first_and_widens_for_good():
 def test_a_contraction_returns_only_where_all_operands_have_room():
     plan = Plan.of(recipe("mxfp4_sr"), fp8=True)
     plan.adapt({DY_COL: (-60, -9)})
-    assert not plan.recover({DY_COL: (-10, -9)}, 4)  # nothing known of the other operand
-    assert not plan.recover({DY_COL: (-37, -9), X_COL: (0, 1)}, 4)
-    assert plan.recover({DY_COL: (-33, -9), X_COL: (0, 10)}, 4)
+    assert not plan.recover({DY_COL: (-10, -9)}, (9, 2))  # nothing known of the other operand
+    assert not plan.recover({DY_COL: (-30, -9), X_COL: (0, 1)}, (9, 2))
+    assert not plan.recover({DY_COL: (-20, -9), X_COL: (0, 27)}, (9, 2))
+    assert plan.recover({DY_COL: (-20, -9), X_COL: (0, 26)}, (9, 2))
+    assert (plan.kinds[DY_COL], plan.kinds[X_COL]) == ("e5m2", "e5m2")
+    assert plan.recover({DY_COL: (-28, -9), X_COL: (0, 12)}, (9, 2))
     assert (plan.kinds[DY_COL], plan.kinds[X_COL]) == ("e5m2", "e4m3")
-    assert plan.refs[DY_COL] == reference("e5m2", (-33, -9)) and plan.refs[X_COL] == reference(
-        "e4m3", (0, 10)
+    assert plan.refs[DY_COL] == reference("e5m2", (-28, -9)) and plan.refs[X_COL] == reference(
+        "e4m3", (0, 12)
     )
-    assert not plan.recover({DY_COL: (-33, -9), X_COL: (0, 10)}, 4)  # is there already
+    assert not plan.recover({DY_COL: (-28, -9), X_COL: (0, 12)}, (9, 2))  # is there already
+    assert not plan.recover({DY_COL: (-60, -9), X_COL: (0, 12)}, (9, 2))  # and never to slower ones
 
 
 def test_room_is_asked_of_what_was_seen():
