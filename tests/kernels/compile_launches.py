@@ -11,6 +11,7 @@ is gone through, not only those that a training starts with. Prints {"kernels": 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -36,22 +37,11 @@ from fp4core.ops import (  # noqa: E402
     carrier_linear,  # noqa: F401
 )
 from fp4core.ops.carrier_plan import CONTRACTIONS  # noqa: E402
-from fp4core.recipe import ModelConfig, RopeConfig, load_recipe  # noqa: E402
+from fp4core.recipe import load_recipe  # noqa: E402
+from tests.kernels.carriers import CONFIG  # noqa: E402
 
 TYPES = [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"), ("bf16", "bf16")]
-CONFIG = ModelConfig(
-    blocks=28,
-    hidden=256,
-    ffn=512,
-    heads=2,
-    kv_heads=1,
-    head_dim=128,
-    vocab=64,
-    rms_eps=1e-5,
-    max_position=64,
-    rope=RopeConfig(500000.0, 8.0, 1.0, 4.0, 8192),
-    output_head="bf16",
-)
+CONFIG = dataclasses.replace(CONFIG, blocks=28, hidden=256, ffn=512, heads=2)
 
 
 class Driver:

@@ -26,3 +26,13 @@ def attention_that_repeats() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_cudnn_sdp(True)
     torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture
+def fresh_groups() -> Iterator[None]:
+    """No plan, encoding or mode of the carrier backend from another test."""
+    from fp4core.ops import carrier_groups
+
+    carrier_groups.forget()
+    yield
+    carrier_groups.forget()

@@ -19,19 +19,13 @@ from fp4core.ops.carrier_encode import settled
 from fp4core.ops.carrier_plan import DY_COL, DY_ROW, W_COL, W_ROW, X_COL, X_ROW
 from fp4core.recipe import load_recipe
 
+pytestmark = pytest.mark.usefixtures("fresh_groups")
 CPU = torch.device("cpu")
 SPEC = specs.encode(load_recipe("mxfp4_sr").for_block(0, 32))
 LAYERS, WINDOW = 4, 10
 # view -> largest block exponent, width, and how much either varies from tensor to tensor
 USUAL = {X_ROW: (1, 4, 1, 2), X_COL: (1, 9, 1, 2), DY_COL: (-10, 8, 1, 6), DY_ROW: (-10, 20, 2, 3)}
 Tensors = list[list[dict[int, tuple[int, int]]]]  # of a step: [micro-batch][layer][view] -> span
-
-
-@pytest.fixture(autouse=True)
-def _fresh_groups():
-    carrier_groups.forget()
-    yield
-    carrier_groups.forget()
 
 
 class Training:

@@ -1,0 +1,50 @@
+"""What the tests of the carrier backend share: a small model, its inputs, a linear's step."""
+
+from __future__ import annotations
+
+import torch
+
+from fp4core.kernels._launch import interpreted
+from fp4core.model.build import build_model
+from fp4core.recipe import ModelConfig, RopeConfig, load_recipe
+
+DEVICE = "cpu" if interpreted() else "cuda"
+STATE = (11, 5, 64)
+
+
+def state() -> torch.Tensor:
+    return torch.tensor(STATE, dtype=torch.int64, device=DEVICE)
+
+
+def draw(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=g) * scale).to(torch.bfloat16).to(DEVICE)
+
+
+CONFIG = ModelConfig(
+    blocks=2,
+    hidden=128,
+    ffn=128,
+    heads=1,
+    kv_heads=1,
+    head_dim=128,
+    vocab=64,
+    rms_eps=1e-5,
+    max_position=64,
+    rope=RopeConfig(500000.0, 1.0, 1.0, 4.0, 8192),
+    output_head="bf16",
+)
+
+
+def model(route: str):
+    return build_model(CONFIG, load_recipe(route), DEVICE, seed=0, backend="carrier")
+
+
+def one_linear(m):
+    layer = m.model.layers[0].mlp.down_proj
+    return layer, draw(64, 128)
+
+
+def run(layer, x: torch.Tensor, scale: float = 1.0):
+    y = layer((x * scale).requires_grad_(), state())
+    return [y, *torch.autograd.grad(y, [layer.weight], torch.ones_like(y))]
