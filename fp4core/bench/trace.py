@@ -21,8 +21,13 @@ KINDS = (
     ("communication", ("nccl",)),
     ("compiled", ("triton_",)),
     ("attention", ("cudnn", "flash", "fmha", "sdpa")),
-    ("boundaries", ("dual_kernel", "silu_", "norm_forward", "norm_backward", "rope_", "_chunk_kernel")),
-    ("boundaries", ("_outer_kernel",)),
+    (
+        "boundaries",
+        (
+            *("dual_kernel", "silu_", "norm_forward", "norm_backward", "rope_"),
+            *("_chunk_kernel", "_outer_kernel"),
+        ),
+    ),
     ("products", ("nvjet", "gemm", "cutlass", "splitk")),
     ("optimizer", ("adam", "lpnorm")),
     ("copies", ("memcpy", "memset", "copy", "cat", "fill")),

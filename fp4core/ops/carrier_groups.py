@@ -387,8 +387,8 @@ def read(found: list[Group]) -> list[Misfit]:
     worthless, extremes included. So a misfit moves no plan here: the groups check every tensor of the
     repeated step at once, where each is judged by exact data, and one repetition suffices.
 
-    The device waits for this, so the usual case is short: when every block fitted with room to spare, counts
-    are cleared and nothing else happens.
+    The device waits for this, so the usual case is short: when every block fitted with room to spare, the
+    window takes the extremes, counts are cleared and nothing else happens.
     """
     report: list[Misfit] = []
     for device in {g.device for g in found}:

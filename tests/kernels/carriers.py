@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+import fp4core.ops.carrier_linear  # noqa: F401  (registers the backend without a GPU)
 from fp4core.kernels._launch import interpreted
 from fp4core.model.build import build_model
 from fp4core.recipe import ModelConfig, RopeConfig, load_recipe

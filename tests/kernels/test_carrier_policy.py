@@ -1,7 +1,7 @@
 """Random trainings of a few groups without a tensor: plans, device states and windows keep to each other.
 
 Producers are replaced by what they do to a view's state; everything between a step's beginning and its
-verdict is the real ``carrier_groups`` and ``carrier_encode.settled``.
+verdict is the real ``carrier_groups``, ``carrier_encode.settled`` and ``train.guard``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
 from fp4core.kernels import mx
 from fp4core.ops import carrier_groups
@@ -18,14 +19,24 @@ from fp4core.ops import spec as specs
 from fp4core.ops.carrier_encode import settled
 from fp4core.ops.carrier_plan import DY_COL, DY_ROW, W_COL, W_ROW, X_COL, X_ROW
 from fp4core.recipe import load_recipe
+from fp4core.train.guard import CarrierGuard
 
 pytestmark = pytest.mark.usefixtures("fresh_groups")
 CPU = torch.device("cpu")
 SPEC = specs.encode(load_recipe("mxfp4_sr").for_block(0, 32))
-LAYERS, WINDOW = 4, 10
+LAYERS, STRIDE = 4, 50  # a test's step stands for STRIDE of a training, so that windows end
 # view -> largest block exponent, width, and how much either varies from tensor to tensor
 USUAL = {X_ROW: (1, 4, 1, 2), X_COL: (1, 9, 1, 2), DY_COL: (-10, 8, 1, 6), DY_ROW: (-10, 20, 2, 3)}
 Tensors = list[list[dict[int, tuple[int, int]]]]  # of a step: [micro-batch][layer][view] -> span
+
+
+class Layer(nn.Module):
+    """What a group is found by."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.weight, self.spec = nn.Parameter(torch.empty(1)), SPEC
+        self.producer = specs.producer_id(block, 6)
 
 
 class Training:
@@ -33,24 +44,24 @@ class Training:
 
     def __init__(self) -> None:
         carrier_groups.forget()
-        ids = [specs.producer_id(block, 6) for block in range(LAYERS)]
-        carrier_groups._DEFERRED.update((CPU, SPEC, p) for p in ids)
-        self.groups = [carrier_groups.group([p], SPEC, CPU) for p in ids]
+        layers = nn.ModuleList(map(Layer, range(LAYERS)))
+        self.guard = CarrierGuard(layers)
+        self.groups = [carrier_groups.group([layer.producer], SPEC, CPU) for layer in layers]
         self.repeated = 0
 
     def step(self, number: int, tensors: Tensors) -> None:
-        """One step, made again until ``read`` says that it is exact: then every tensor must have been."""
-        if number % WINDOW == 0:
-            carrier_groups.turn(self.groups)
-            self._check()
-        for attempt in range(4):
+        """One step, made again until the guard says that it is exact: then every tensor must have been."""
+        for attempt in range(self.guard.attempts):
+            self.guard.begin(number * STRIDE, attempt)
+            if number > 1:  # a new group's limits are those of its first tensors
+                self._check()
             used: list[tuple[bool, bool]] = []
             for micro in tensors:
                 for g, spans in zip(self.groups, micro, strict=True):
                     used += self._made(g, [W_ROW, W_COL], spans) + self._made(g, [X_ROW], spans)
                 for g, spans in reversed(list(zip(self.groups, micro, strict=True))):
                     used += self._made(g, [DY_ROW, DY_COL], spans) + self._made(g, [X_COL], spans)
-            exact = not carrier_groups.read(self.groups)
+            exact = self.guard.exact()
             self._check()
             if exact:
                 assert all(fitted and known for fitted, known in used)
@@ -83,17 +94,8 @@ class Training:
             assert limits == [list(pair) for pair in g.limits()]
 
     def state(self) -> str:
-        """As ``train.guard`` keeps it."""
-        return json.dumps(
-            [[g.plan.kinds, g.plan.refs, g.plan.spans, g.calibrated, g.window()] for g in self.groups]
-        )
-
-    def load(self, state: str) -> None:
-        for g, (kinds, refs, spans, calibrated, window) in zip(self.groups, json.loads(state), strict=True):
-            g.plan.kinds, g.plan.refs, g.calibrated = kinds, refs, calibrated
-            g.plan.spans = [None if span is None else tuple(span) for span in spans]
-            g.set_window(window)
-            g.resume()
+        """As a checkpoint's manifest has it."""
+        return json.dumps(self.guard.state())
 
 
 def draw(rng: random.Random) -> Tensors:
@@ -127,7 +129,7 @@ def test_every_used_tensor_fitted_and_a_resume_changes_nothing(seed: int) -> Non
     assert 0 < whole.repeated < 20
     stop = rng.choice([9, 10, 19, 20, 33])
     again = Training()
-    again.load(states[stop - 1])
+    again.guard.load(json.loads(states[stop - 1]))
     for number in range(stop + 1, len(steps) + 1):
         again.step(number, steps[number - 1])
         assert again.state() == states[number - 1]
