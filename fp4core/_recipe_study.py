@@ -17,7 +17,7 @@ _RECOMPUTED = "none|selective|full|selective-[1-9][0-9]*"
 # settings of training that change no number beyond the order of sums over ranks
 _BESIDE_THE_NUMBERS = (
     *("keep_last", "segments", "checkpoint_every", "endpoint_step", "keep_gathered", "replicas"),
-    *("async_checkpoint", "tensorboard"),
+    *("exchange", "async_checkpoint", "tensorboard"),
 )
 STAGES = ("data", "train", "probe", "validation", "downstream", "dgrad", "output_head", "boundary")
 
@@ -98,6 +98,9 @@ class TrainConfig:
     )
     keep_gathered: bool = entry(False, doc="gather weights once per step: faster, more memory")
     replicas: int = entry(1, doc="copies of the sharded model (HSDP); 1 shards over all ranks", min=1)
+    exchange: bool = entry(
+        True, doc="ranks of a node swap BF16 gradients and sum in FP32: half the bytes; needs gather: bf16"
+    )
     deterministic: bool = entry(False, doc="attention that gives the same bits again on a GPU, but slower")
     async_checkpoint: bool = entry(False, doc="write checkpoints beside the training steps")
     tensorboard: bool = entry(False, doc="write TensorBoard events beside the metrics")

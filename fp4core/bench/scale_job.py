@@ -57,6 +57,7 @@ class Job:
     gather: str = "bf16"
     keep_gathered: bool = True
     replicas: int = 1
+    exchange: bool = True
     deterministic: bool = False
     sharded: bool = False
     compile: bool = True
@@ -103,6 +104,7 @@ class Job:
             gather=self.gather,
             keep_gathered=self.keep_gathered,
             replicas=self.replicas,
+            exchange=self.exchange,
             deterministic=self.deterministic,
         )
         return dataclasses.replace(base, model=model, train=train)

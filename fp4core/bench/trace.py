@@ -56,7 +56,8 @@ def kinds(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """Milliseconds by kind, of the complete GPU events of a trace in Chrome's format.
 
     Returns: {"span_ms", "idle_ms", "kinds": {kind: {"ms", "alone_ms", "kernels"}}, "longest": the 20 names
-        with the most time as [name, ms, kernels]}.
+        with the most time as [name, ms, kernels], "gaps": the 12 longest times in which nothing ran as [ms,
+        ms after the first kernel's start, name of the kernel that ended before, of the one that began after]}.
     """
     spans: list[tuple[float, float, str]] = []
     names: dict[str, list[float]] = {}
@@ -64,31 +65,35 @@ def kinds(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
         if event.get("ph") != "X" or event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
         start, length = float(event["ts"]), float(event["dur"])
-        spans.append((start, start + length, kind(event["name"])))
+        spans.append((start, start + length, event["name"]))
         names.setdefault(event["name"], []).append(length)
     if not spans:
         raise ValueError("trace: got no GPU activity; needed a step on a GPU")
     found: dict[str, dict[str, Any]] = {}
-    for start, end, what in spans:
-        entry = found.setdefault(what, {"ms": 0.0, "alone_ms": 0.0, "kernels": 0})
+    for start, end, name in spans:
+        entry = found.setdefault(kind(name), {"ms": 0.0, "alone_ms": 0.0, "kernels": 0})
         entry["ms"] += (end - start) / 1e3
         entry["kernels"] += 1
     idle = 0.0
     running: dict[str, int] = {}
-    changes = sorted([(s, 1, w) for s, _, w in spans] + [(e, -1, w) for _, e, w in spans])
-    before = changes[0][0]
-    for at, change, what in changes:
+    gaps: list[tuple[float, float, str, str]] = []
+    changes = sorted([(s, 1, n) for s, _, n in spans] + [(e, -1, n) for _, e, n in spans])
+    before, last = changes[0][0], ""
+    for at, change, name in changes:
         live = [w for w, count in running.items() if count]
         if len(live) == 1:
             found[live[0]]["alone_ms"] += (at - before) / 1e3
-        elif not live:
+        elif not live and at > before:
             idle += (at - before) / 1e3
+            gaps.append((at - before, before - changes[0][0], last, name))
+        what = kind(name)
         running[what] = running.get(what, 0) + change
-        before = at
+        before, last = at, name
     longest = sorted(names.items(), key=lambda item: -sum(item[1]))[:20]
     return {
         "span_ms": (changes[-1][0] - changes[0][0]) / 1e3,
         "idle_ms": idle,
         "kinds": dict(sorted(found.items(), key=lambda item: -item[1]["ms"])),
         "longest": [[name[:80], sum(times) / 1e3, len(times)] for name, times in longest],
+        "gaps": [[ms / 1e3, at / 1e3, a[:60], b[:60]] for ms, at, a, b in sorted(gaps, reverse=True)[:12]],
     }

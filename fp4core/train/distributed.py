@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import StopEarly
+from .reduction import exchange_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -136,7 +137,13 @@ def is_lost_rank(error: RuntimeError) -> bool:
 
 
 def shard(
-    model: nn.Module, world: World, *, gather: str = "fp32", keep_gathered: bool = False, replicas: int = 1
+    model: nn.Module,
+    world: World,
+    *,
+    gather: str = "fp32",
+    keep_gathered: bool = False,
+    replicas: int = 1,
+    exchange: bool = True,
 ) -> nn.Module:
     """FSDP2 over all ranks; FP32 master weights and an FP32 sum of gradients.
 
@@ -149,6 +156,7 @@ def shard(
             before the FP32 sum.
         keep_gathered: keep a unit's weights from forward to backward (see also the function of that name).
         replicas: HSDP; each replica is sharded over size / replicas ranks. ValueError when that is uneven.
+        exchange: BF16 gradients cross as they are where a shard's ranks share a node (`reduction`).
     """
     if world.size == 1 and not dist.is_initialized():
         return model
@@ -166,7 +174,15 @@ def shard(
     if not tied:
         # needed again at once when backward begins
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **shared)
-    return fully_shard(model, **shared)
+    whole = fully_shard(model, **shared)
+    if exchange and gather == "bf16" and shards_share_a_node(world, replicas):
+        exchange_gradients(whole)
+    return whole
+
+
+def shards_share_a_node(world: World, replicas: int) -> bool:
+    """Whether a replica lies within one node, as torchrun tells; ranks started otherwise count as one node's."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) % (world.size // replicas) == 0
 
 
 def keep_gathered(model: nn.Module, keep: bool) -> None:

@@ -104,7 +104,12 @@ class Engine:
         if train.compile:
             compile_model(model, exact=train.deterministic)
         sharded = shard(
-            model, world, gather=train.gather, keep_gathered=train.keep_gathered, replicas=train.replicas
+            model,
+            world,
+            gather=train.gather,
+            keep_gathered=train.keep_gathered,
+            replicas=train.replicas,
+            exchange=train.exchange,
         )
         self.model = materialise(sharded, world.device, seed if initialise is None else None, note=note)
         if initialise is not None:

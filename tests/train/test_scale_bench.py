@@ -79,6 +79,7 @@ def test_kinds_of_kernels_and_what_hides_what() -> None:
         "copies": {"ms": 0.5, "alone_ms": 0.0, "kernels": 1},
     }
     assert found["longest"][0] == ["nvjet_qqtst_128x256_128x6_TNT", 5.0, 2]
+    assert found["gaps"] == [[1.0, 6.0, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "dual_kernel"]]
     with pytest.raises(ValueError, match="no GPU activity"):
         trace.kinds([])
 
