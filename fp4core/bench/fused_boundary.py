@@ -122,15 +122,16 @@ class _Boundaries:
         gate, up = self.gate_up[:, :f], self.gate_up[:, f:]
         dy, state = self.dy, self.state
 
-        def norm_back(g: Any, before: Any) -> Any:
-            return b.norm_backward(g, before, dy, self.x, self.delta, self.norm, self.rstd, state)
+        def norm_back(g: Any, before: Any, scales: Any = None) -> Any:
+            return b.norm_backward(g, before, dy, self.x, self.delta, self.norm, self.rstd, state, scales)
 
         def down_backward() -> Any:
             rows, _ = encode_gradients(down, [dy], state, True, True)
             return rows, b.silu_backward(ffn, down, [self.dh], gate, up, state, lambda h: h)
 
         def qkv_backward() -> Any:
-            return b.rope_backward(qkv, self.dqkv, self.table, state), norm_back(qkv, None)
+            rows, cols, scales = b.rope_backward(qkv, self.dqkv, self.table, state)
+            return rows, cols, norm_back(qkv, None, scales)
 
         def mixed(row: int | None, col: int | None) -> Any:
             return encode(o, self.mixed, row, col, state, o.producers[0])

@@ -57,7 +57,7 @@ def kinds(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
     Returns: {"span_ms", "idle_ms", "kinds": {kind: {"ms", "alone_ms", "kernels"}}, "longest": the 20 names
         with the most time as [name, ms, kernels], "gaps": the 12 longest times in which nothing ran as [ms,
-        ms after the first kernel's start, name of the kernel that ended before, of the one that began after]}.
+        ms after the first kernel's start, name of the kernel that ended before, of the one that came next]}.
     """
     spans: list[tuple[float, float, str]] = []
     names: dict[str, list[float]] = {}

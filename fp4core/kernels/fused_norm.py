@@ -155,11 +155,13 @@ def norm_backward_kernel(
     row_state,
     col_state,
     sr_ptr,
+    scale_ptr,
     producer,
     T,
     one,
     HIDDEN: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    SCALED: tl.constexpr,
     Y_RULE: tl.constexpr,
     Y_COL: tl.constexpr,
     Y_HADAMARD: tl.constexpr,
@@ -174,6 +176,8 @@ def norm_backward_kernel(
 ):
     """One program per 32 tokens. Y_RULE "none" stores y itself, RULE "none" leaves dx's views out.
 
+    SCALED: row t of dy comes times scale_ptr[t] (``fused_rope.row_scales``).
+
     T a multiple of 32, HIDDEN of 2 G W. dw_ptr: FP32 [T / 32, 2, HIDDEN / 2], even then odd features.
     """
     STEPS: tl.constexpr = HIDDEN // (2 * G * W)
@@ -181,6 +185,11 @@ def norm_backward_kernel(
     token = tl.program_id(0) * 32
     t = tl.arange(0, 32)[None, :, None]
     rstd = tl.load(rstd_ptr + token + t)
+    back = rstd  # and, where rows of dy are scaled, what undoes it
+    if SCALED:
+        # the inverse of a power of two: exponent fields add up to 254
+        up = (254 << 23) - (tl.load(scale_ptr + token + t) & 0x7F800000)
+        back = rstd * up.to(tl.float32, bitcast=True)
     words = _chunk_words(G, W, one)
     here = token.to(tl.int64) * STRIDE + t * STRIDE
     total = tl.zeros([G, 32, W], tl.float32)
@@ -202,18 +211,18 @@ def norm_backward_kernel(
         p1 = high_f32(dy) * high_f32(x)
         total += p0 * w0 + p1 * w1
         dw = dw_ptr + (token // 32).to(tl.int64) * HIDDEN + word
-        tl.store(dw, tl.sum(p0 * rstd, 1, keep_dims=True))
-        tl.store(dw + STRIDE, tl.sum(p1 * rstd, 1, keep_dims=True))
+        tl.store(dw, tl.sum(p0 * back, 1, keep_dims=True))
+        tl.store(dw + STRIDE, tl.sum(p1 * back, 1, keep_dims=True))
     c = tl.sum(tl.sum(total, 2, keep_dims=True), 0, keep_dims=True)
-    c = c / HIDDEN * (rstd * rstd * rstd)
+    c = c / HIDDEN * (rstd * rstd * back)
     for j in range(STEPS):
         word = words + (STEPS - 1 - j) * (G * W)
         dy = tl.load(dy_ptr + here + word)
         x = tl.load(x_ptr + here + word)
         w0 = tl.load(weight_ptr + word)
         w1 = tl.load(weight_ptr + STRIDE + word)
-        dx0 = low_f32(dy) * w0 * rstd - low_f32(x) * c
-        dx1 = high_f32(dy) * w1 * rstd - high_f32(x) * c
+        dx0 = low_f32(dy) * w0 * back - low_f32(x) * c
+        dx1 = high_f32(dy) * w1 * back - high_f32(x) * c
         dx = pack_rne(dx0, dx1, ASM)
         if RESIDUAL:
             r = tl.load(g_ptr + here + word)
@@ -286,6 +295,7 @@ def norm_backward(
     col: View | None,
     states: tuple[Tensor | None, Tensor | None, Tensor | None],
     sr: tuple[Tensor, int] | None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
     """(dx, column view of y, row view of dx, column view of dx, dweight FP32 [HIDDEN]).
 
@@ -297,6 +307,8 @@ def norm_backward(
         row, col: views of dx, of one MX format; None leaves both out.
         states: int32 [4] of y_col, row and col.
         sr: random state and producer of a stochastic ``row``.
+        scales: of ``fused_rope.row_scales``, where each row of dy comes times its scale; powers of two, so
+            results are those of the unscaled dy.
     """
     t, hidden = x.shape
     check_shape("norm_backward", t, hidden)
@@ -323,11 +335,13 @@ def norm_backward(
         partial,
         *(base if s is None else s for s in states),
         base if sr is None else sr[0],
+        base if scales is None else scales,
         0 if sr is None else sr[1],
         t,
         1,
         HIDDEN=hidden,
         RESIDUAL=g is not None,
+        SCALED=scales is not None,
         Y_RULE="none" if y_col is None else rule(y_col.format),
         Y_COL="bf16" if y_col is None else y_col.carrier,
         Y_HADAMARD="none" if y_col is None else y_col.hadamard,

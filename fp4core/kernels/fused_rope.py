@@ -6,6 +6,10 @@
 in FP32 with one rounding to BF16. qkv is [T, N], N = (H + 2 G') 128 features of H query, G' key and G' value
 heads; V is not rotated. position = token mod S. Word tiles as in ``device``; in backward a tile is as wide as
 a head, and its halves meet by an exchange between lanes.
+
+Gradients of attention differ by many binades from token to token. So the row view is made of rows that a
+power of two (``row_scales``) brings to a largest value of 1 to 2 each: that changes no code, only the
+exponents of blocks, and who reads dX takes it back.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4core.kernels._launch import packed_instructions
-from fp4core.kernels.device import high_f32, low_f32, pack_rne
-from fp4core.kernels.fused_silu import groups_per_tile, store_gradient_views, words
+from fp4core.kernels.device import duplicate, halves_max, high_f32, low_f32, magnitudes, max2, pack_rne
+from fp4core.kernels.fused_silu import groups_per_tile, words
+from fp4core.kernels.mx import mul2
 from fp4core.kernels.producers import View, rule
-from fp4core.kernels.tiles import load_words, store_rows
-from fp4core.kernels.views import random_words
+from fp4core.kernels.tiles import load_words, store_columns, store_rows
+from fp4core.kernels.views import column_mx, finish_column, finish_row, random_words, row_mx
 
 
 @triton.jit
@@ -137,6 +142,48 @@ def rope_forward_kernel(
         store_rows(place + 32, second, N // 2, VEC, one)
 
 
+@triton.jit
+def _store_views(
+    w,
+    random,
+    row_ptr,
+    col_ptr,
+    row_state,
+    col_state,
+    scale_ptr,
+    token,
+    feature,
+    T,
+    one,
+    N: tl.constexpr,
+    RULE: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    SR: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    SCALED: tl.constexpr,
+    VEC: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Both views of gradient words at (token, feature) of a matrix of N features.
+
+    The row view comes last, because only one of w and its scaled rows fits into the registers.
+    """
+    c = finish_column(column_mx(w, col_state, RULE, COL, HADAMARD, ASM), COL, ASM)
+    PER_WORD: tl.constexpr = 2 if COL == "bf16" else 4
+    place = col_ptr + feature.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
+    store_columns(place, c, T // PER_WORD, False, 0, 0)
+    if SCALED:
+        t = tl.arange(0, w.shape[0])[:, None, None] * 32 + tl.arange(0, 32)[None, :, None]
+        # read per word: one per token would be spilled, all 32 of them (3.3 KB of stack instead of 0.5)
+        w = mul2(w, tl.load(scale_ptr + token + t * one + tl.zeros_like(w)), ASM)
+    v = finish_row(row_mx(w, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
+    STRIDE: tl.constexpr = N // 2 if ROW == "bf16" else N // 4
+    ROW_VEC: tl.constexpr = VEC if ROW == "bf16" else (VEC + 1) // 2
+    first = feature // (N // STRIDE)
+    store_rows(row_ptr + token.to(tl.int64) * STRIDE + first, v, STRIDE, ROW_VEC, one)
+
+
 @triton.jit(do_not_specialize=["one", "producer"])
 def rope_backward_kernel(
     d_ptr,
@@ -146,6 +193,7 @@ def rope_backward_kernel(
     row_state,
     col_state,
     sr_ptr,
+    scale_ptr,
     producer,
     T,
     S,
@@ -157,6 +205,7 @@ def rope_backward_kernel(
     HEADS: tl.constexpr,
     PER_PROGRAM: tl.constexpr,
     ROTATE: tl.constexpr,
+    SCALED: tl.constexpr,
     RULE: tl.constexpr,
     ROW: tl.constexpr,
     SR: tl.constexpr,
@@ -169,8 +218,9 @@ def rope_backward_kernel(
     """Views of one gradient d (dQ, dK or dV) at row_ptr, N features per row, and at col_ptr [.., T].
 
     d has strides (BATCH_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, 1), in words. RULE "none" stores the rotated
-    gradient itself to row_ptr [T, N]. Random places are those of d's own [T, 128 HEADS] matrix. A tile is a
-    whole head, so that the views' code exists once; its halves meet by an exchange between lanes.
+    gradient itself to row_ptr [T, N]. SCALED: the row view is of rows times scale_ptr [T]. Random places are
+    those of d's own [T, 128 HEADS] matrix. A tile is a whole head, so that the views' code exists once; its
+    halves meet by an exchange between lanes.
     """
     GROUPS: tl.constexpr = HEADS // PER_PROGRAM
     pid = tl.program_id(0)
@@ -191,10 +241,90 @@ def rope_backward_kernel(
             random = 0
             if SR:
                 random = random_words(sr_ptr, producer, token, feature, HEADS * 128, G, 64)
-            store_gradient_views(
-                w, random, row_ptr, col_ptr, row_state, col_state, token, feature, T, one,
-                N, RULE, ROW, COL, SR, HADAMARD, VEC, ASM,
+            _store_views(
+                w, random, row_ptr, col_ptr, row_state, col_state, scale_ptr, token, feature, T, one,
+                N, RULE, ROW, COL, SR, HADAMARD, SCALED, VEC, ASM,
             )  # fmt: skip
+
+
+@triton.jit
+def _row_maxima(
+    d_ptr,
+    batch,
+    position,
+    BATCH_STRIDE,
+    TOKEN_STRIDE,
+    HEAD_STRIDE,
+    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Packed maxima [R, 64] over the heads of R tokens."""
+    word = tl.arange(0, 64)[None, :]
+    base = d_ptr + batch.to(tl.int64) * BATCH_STRIDE
+    base = base + (position + tl.arange(0, R)[:, None]).to(tl.int64) * TOKEN_STRIDE + word
+    found = tl.zeros([R, 64], tl.int32)
+    for head in range(HEADS):
+        found = max2(found, magnitudes(tl.load(base + tl.cast(head, tl.int64) * HEAD_STRIDE)), ASM)
+    return found
+
+
+@triton.jit
+def row_scales_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    scale_ptr,
+    S,
+    Q_BATCH,
+    Q_HEAD,
+    Q_TOKEN,
+    K_BATCH,
+    K_HEAD,
+    K_TOKEN,
+    V_BATCH,
+    V_HEAD,
+    V_TOKEN,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    R: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """See ``row_scales``; S a multiple of R, one program per R tokens."""
+    token = tl.program_id(0) * R
+    batch = token // S
+    position = token % S
+    q = _row_maxima(q_ptr, batch, position, Q_BATCH, Q_TOKEN, Q_HEAD, HEADS, R, ASM)
+    k = _row_maxima(k_ptr, batch, position, K_BATCH, K_TOKEN, K_HEAD, KV_HEADS, R, ASM)
+    v = _row_maxima(v_ptr, batch, position, V_BATCH, V_TOKEN, V_HEAD, KV_HEADS, R, ASM)
+    largest = tl.max(halves_max(max2(max2(q, k, ASM), v, ASM), ASM) & 0xFFFF, 1)
+    exponent = tl.minimum(tl.maximum(largest >> 7, 1), 253)
+    tl.store(scale_ptr + token + tl.arange(0, R), duplicate((254 - exponent) << 7))
+
+
+def row_scales(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
+    """Int32 [T]: per token the power of two, as BF16 in both halves, that makes its largest gradient 1 to 2.
+
+    dq, dk, dv: BF16 [B, heads, S, 128] before they are rotated back, S a multiple of 32. A rotation makes a
+    value 1.42 times as large at most, and the row view counts what does not fit. Of a token whose largest
+    gradient is subnormal, infinite or NaN the scale is the last that BF16 has.
+    """
+    batch, heads, length, _ = dq.shape
+    grads = [d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv)]
+    out = torch.empty(batch * length, dtype=torch.int32, device=dq.device)
+    rows = 16
+    row_scales_kernel[(batch * length // rows,)](
+        *(words(d, d) for d in grads),
+        out,
+        length,
+        *(n // 2 for d in grads for n in d.stride()[:3]),
+        HEADS=heads,
+        KV_HEADS=dk.shape[1],
+        R=rows,
+        ASM=packed_instructions(dq.device),
+        num_warps=4,
+    )
+    return out
 
 
 def rope_table(cos: Tensor, sin: Tensor, *, planes: bool) -> Tensor:
@@ -253,6 +383,7 @@ def rope_backward(
     col_out: Tensor | None,
     states: tuple[Tensor, Tensor] | None,
     sr: tuple[Tensor, int] | None,
+    scales: Tensor | None = None,
 ) -> None:
     """Views of one gradient of attention's inputs into slices of the joint carriers.
 
@@ -265,6 +396,7 @@ def rope_backward(
         col_out: [heads * 128, T] slice of the joint column carrier [N, T].
         states: int32 [4] of row and col.
         sr: random state and producer of the row view, for a stochastic ``row``.
+        scales: of ``row_scales``: the row view is of each row times its scale.
     """
     batch, heads, length, head_dim = d.shape
     check_rope(length, head_dim)
@@ -280,6 +412,7 @@ def rope_backward(
         base if col_out is None else words(col_out, d),
         *(states or (base, base)),
         base if sr is None else sr[0],
+        base if scales is None else scales,
         0 if sr is None else sr[1],
         t,
         length,
@@ -291,6 +424,7 @@ def rope_backward(
         HEADS=heads,
         PER_PROGRAM=per,
         ROTATE=rotate,
+        SCALED=scales is not None,
         RULE="none" if row is None else rule(row.format),
         ROW="bf16" if row is None else row.carrier,
         SR=row is not None and row.rounding == "stochastic",

@@ -115,39 +115,6 @@ def silu_forward_kernel(
         store_rows(row_ptr + token.to(tl.int64) * STRIDE + pf * v.shape[2], v, STRIDE, ROW_VEC, one)
 
 
-@triton.jit
-def store_gradient_views(
-    w,
-    random,
-    row_ptr,
-    col_ptr,
-    row_state,
-    col_state,
-    token,
-    feature,
-    T,
-    one,
-    N: tl.constexpr,
-    RULE: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    SR: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    VEC: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Both views of gradient words at (token, feature) of a matrix of N features."""
-    v = finish_row(row_mx(w, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
-    STRIDE: tl.constexpr = N // 2 if ROW == "bf16" else N // 4
-    ROW_VEC: tl.constexpr = VEC if ROW == "bf16" else (VEC + 1) // 2
-    first = feature // (N // STRIDE)
-    store_rows(row_ptr + token.to(tl.int64) * STRIDE + first, v, STRIDE, ROW_VEC, one)
-    c = finish_column(column_mx(w, col_state, RULE, COL, HADAMARD, ASM), COL, ASM)
-    PER_WORD: tl.constexpr = 2 if COL == "bf16" else 4
-    place = col_ptr + feature.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
-    store_columns(place, c, T // PER_WORD, False, 0, 0)
-
-
 @triton.jit(do_not_specialize=["one", "gate_producer", "up_producer"])
 def silu_backward_kernel(
     dh_ptr,

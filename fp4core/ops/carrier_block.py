@@ -197,10 +197,10 @@ def _backward(
     grads = attention_backward(
         dmixed.view(shape).transpose(1, 2), q, k, v, mixed.view(shape).transpose(1, 2), lse
     )
-    rows, cols = rope_backward(qkv_group, grads, fused_rope.rope_table(cos, sin, planes=False), state)
+    rows, cols, scales = rope_backward(qkv_group, grads, fused_rope.rope_table(cos, sin, planes=False), state)
     dnormed = sum_of_products(rows, encode_weights(qkv_group, weights[:3]).columns)
     dx, normed, _, _, dnorm1 = norm_backward(
-        qkv_group, None, dnormed, x.reshape(-1, hidden), dstream, norms[0], rstd1, state
+        qkv_group, None, dnormed, x.reshape(-1, hidden), dstream, norms[0], rstd1, state, scales
     )
     dw_qkv = _weight_gradients(cols, normed, weights[:3])
     dnorms = [d.to(n.dtype) for d, n in zip((dnorm1, dnorm2), norms)]

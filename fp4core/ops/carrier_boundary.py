@@ -96,10 +96,12 @@ def norm_backward(
     weight: Tensor,
     rstd: Tensor,
     state: Tensor,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Carrier, list[Carrier], list[Carrier], Tensor]:
     """(dx, column operand of the norm's output, row and column operands of dx for ``before``, dweight).
 
     ``before``: the group whose output gradient dx is (the projection under the residual), or None.
+    ``scales``: what ``rope_backward`` scaled the rows by that dy is a product of.
     """
     y_fused = _mx_activations(g, X_COL)
     d_fused = before is not None and _mx_gradients(before)
@@ -121,6 +123,7 @@ def norm_backward(
                 before.state[DY_COL] if d_fused else None,
             ),
             (state, before.producers[0] + DY_ROW) if stochastic else None,
+            scales,
         )
         if y_fused:
             y = _carrier(g, X_COL, y)
@@ -141,10 +144,17 @@ def norm_backward(
 
 def rope_backward(
     g: Group, grads: Sequence[Tensor], table: Tensor, state: Tensor
-) -> tuple[list[Carrier], list[Carrier]]:
-    """Operands of (dQ, dK, dV) [B, heads, S, 128] rotated back, for the q, k, v group."""
+) -> tuple[list[Carrier], list[Carrier], Tensor | None]:
+    """Operands of (dQ, dK, dV) [B, heads, S, 128] rotated back, for the q, k, v group, and its rows' scales.
+
+    Where one kernel makes both views, each row of the row operand is times a power of two that brings its
+    largest value to about 1, and so is the row of dX that comes of it, until ``norm_backward`` takes it back:
+    what one reference has to span is then a token's own gradient, not those of tokens that nobody attends to.
+    """
     t = grads[0].shape[0] * grads[0].shape[2]
     widths = [d.shape[1] * d.shape[3] for d in grads]
+    fused = _mx_gradients(g, "fused", "single")  # little arithmetic, so one kernel is the faster one here
+    scales = fused_rope.row_scales(*grads) if fused else None
 
     def make() -> tuple[list[Carrier], list[Carrier]]:
         row, col = view_of(g, DY_ROW), view_of(g, DY_COL)
@@ -162,18 +172,19 @@ def rope_backward(
                 col_out=cols[at : at + width],
                 states=(g.state[DY_ROW], g.state[DY_COL]),
                 sr=(state, g.producers[i] + DY_ROW) if row.rounding == "stochastic" else None,
+                scales=scales,
             )
             at += width
         return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)]
 
-    if _mx_gradients(g, "fused", "single"):  # little arithmetic, so one kernel is the faster one here
-        return settled(g, [DY_ROW, DY_COL], make)
+    if fused:
+        return *settled(g, [DY_ROW, DY_COL], make), scales
     flat = [d.new_empty((t, width)) for d, width in zip(grads, widths)]
     for i, (d, out) in enumerate(zip(grads, flat)):
         fused_rope.rope_backward(
             d, table, rotate=i < 2, row=None, col=None, row_out=out, col_out=None, states=None, sr=None
         )
-    return encode_gradients(g, flat, state, True, True)
+    return *encode_gradients(g, flat, state, True, True), None
 
 
 def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:

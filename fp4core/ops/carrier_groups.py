@@ -19,8 +19,7 @@ A repeated step costs as much as one contraction in BF16 for a thousand steps, s
 the last tensor but all that were seen in the present and the last window of steps (``turn``): tensors that
 fit one by one, but under no common reference, would otherwise repeat every step. A tensor whose largest block
 has moved as well has changed its scale, not its spread, and takes its reference along alone, once in a
-window. And what one layer's tensor does, the same tensor of other layers will soon do: where a contraction
-has had to leave FP8, siblings follow that have little room themselves.
+window.
 """
 
 from __future__ import annotations
@@ -68,9 +67,9 @@ _RULES = {
 _ROOM = 2
 # Steps by which a tensor's largest block moves with its spread; beyond, its scale has changed.
 _SHIFT = 3
-# Steps that dY of q, k, v has been seen to widen by at once (22 to 31, NOTES.md): an operand with less room
-# follows a sibling to BF16, and one with more returns from there.
-_FOLLOW = 9
+# Steps of room that an operand must have for its contraction to return from BF16: a window there costs up to
+# one repeated step (gate and up), mostly a quarter or less of one (NOTES.md).
+_RETURN = 4
 _NON_FINITE = 0x7F80  # BF16 bits from which on a magnitude is infinite or NaN
 
 
@@ -159,13 +158,7 @@ class Group:
         self._watched: list[weakref.ref[Tensor]] = []
         self.misfits = [0] * VIEWS  # tensors of each view found not to fit, when checked
         self.replays = 0  # steps repeated, counted where the first misfit was seen
-        self.fallen: set[str] = set()  # contractions that left FP8 since `read` last found a step exact
         self.recheck = False  # the step is a repetition: check every view at once
-
-    @property
-    def role(self) -> int:
-        """Which of a block's linears comes first in the group: equal for siblings in other blocks."""
-        return specs.linear_index(self.producers[0])
 
     def spans(
         self, rows: list[list[int]], views: Iterable[int]
@@ -250,13 +243,12 @@ class Group:
         if not self.deferred:
             self.plan.adapt(spans)
         else:
-            known, on_fp8 = self.recent(), self.plan.fp8()
+            known = self.recent()
             for a, b, _ in CONTRACTIONS.values():  # a partner may have widened within its own room
                 for view, partner in ((a, b), (b, a)):
                     if view in spans and partner not in spans and partner in known:
                         self.plan.spans[partner] = known[partner]
             self.plan.adapt(spans, room=_ROOM)
-            self.fallen |= on_fp8 - self.plan.fp8()
         self.note_limits()
 
     def limits(self) -> list[tuple[int, int]]:
@@ -417,8 +409,6 @@ def read(found: list[Group]) -> list[Misfit]:
             # nothing has failed to fit, so the past alone widens no type
             g.plan.adapt({v: recent[v] if fits(g.plan.kinds[v], recent[v]) else s for v, s in seen.items()})
             g.note_limits()
-        if not misfit and any(g.fallen for g in mine):
-            _follow(mine)
         refs = torch.tensor([r for g in mine for r in g.plan.refs], dtype=torch.int32)
         if len(places) == table.used and torch.equal(refs, rows[:, 0]):
             table.data[: table.used, 1:].zero_()
@@ -426,20 +416,6 @@ def read(found: list[Group]) -> list[Misfit]:
             fresh = torch.nn.functional.pad(refs[:, None], (0, 3))
             table.data.index_copy_(0, places.to(device), fresh.to(device))
     return report
-
-
-def _follow(found: list[Group]) -> None:
-    """Let siblings of contractions that left FP8 follow them; see ``_FOLLOW``."""
-    fallen = {(g.spec, g.role, name) for g in found for name in g.fallen}
-    for g in found:
-        g.fallen.clear()
-        names = [name for name in g.plan.fp8() if (g.spec, g.role, name) in fallen]
-        recent = g.recent() if names else {}
-        for name in names:
-            wide = CONTRACTIONS[name][0]  # the operand that is to be in E5M2
-            if wide in recent and not fits("e5m2", recent[wide], _FOLLOW):
-                g.plan.leave(name)
-                g.note_limits()
 
 
 def turn(found: list[Group]) -> None:
@@ -454,6 +430,6 @@ def turn(found: list[Group]) -> None:
         seen = (table.now[mine] > 0).any(1, keepdim=True)
         table.before[mine] = torch.where(seen, table.now[mine], table.before[mine])
         table.now[mine], table.alone[mine] = 0, False
-        if g.plan.recover(g.recent(), (_FOLLOW, _ROOM)):
+        if g.plan.recover(g.recent(), (_RETURN, _ROOM)):
             g.state[:, 0].copy_(torch.tensor(g.plan.refs, dtype=torch.int32))
             g.note_limits()

@@ -180,12 +180,6 @@ class Plan:
                     self.refs[view] = reference(self.kinds[view], self.spans[view])
         return changed
 
-    def leave(self, name: str) -> None:
-        """Put a contraction on BF16 carriers."""
-        for view in CONTRACTIONS[name][:2]:
-            self.kinds[view], self.refs[view] = "bf16", 0
-        self.fallbacks[name] = self.fallbacks.get(name, 0) + 1
-
     def recover(self, seen: dict[int, tuple[int, int]], rooms: tuple[int, int]) -> bool:
         """Go back to faster types where these spans leave the operands their rooms; whether any changed."""
         changed = False

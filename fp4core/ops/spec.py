@@ -29,11 +29,6 @@ def producer_id(block: int, index: int, view: int = 0) -> int:
     return (block * LINEARS + index) * VIEWS + view
 
 
-def linear_index(producer: int) -> int:
-    """``index`` of the linear within its block that a producer id was made with."""
-    return producer // VIEWS % LINEARS
-
-
 def encode(recipe: LinearRecipe) -> str:
     """The recipe as text; ``decode(encode(r)) == r``."""
     parts = []

@@ -181,7 +181,7 @@ def shard(
 
 
 def shards_share_a_node(world: World, replicas: int) -> bool:
-    """Whether a replica lies within one node, as torchrun tells; ranks started otherwise count as one node's."""
+    """Whether a replica lies within one node, as torchrun tells; other ranks count as one node's."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world.size)) % (world.size // replicas) == 0
 
 

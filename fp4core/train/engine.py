@@ -28,7 +28,7 @@ from fp4core.recipe import Recipe, Study
 from .distributed import World, keep_gathered, shard
 from .errors import RunError
 from .guard import step_guard
-from .optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate, set_progress
+from .optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate, set_progress, update
 from .shards import TokenStream
 
 
@@ -169,7 +169,7 @@ class Engine:
         result = StepResult(loss, norm, lr, replayed)
         if result.finite:
             set_learning_rate(self.optimizer, lr)
-            self.optimizer.step()
+            update(self.optimizer)
         return result
 
     def _exact_gradients(self, step: int) -> tuple[float, bool]:

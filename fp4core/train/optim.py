@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 
 def learning_rate(step: int, *, peak: float, warmup: int) -> float:
@@ -39,6 +40,38 @@ def make_optimizer(
     return optimizer
 
 
+@torch.no_grad()
+def update(optimizer: torch.optim.AdamW) -> None:
+    """`optimizer.step()` of `make_optimizer`'s, on each rank's shards.
+
+    The same fused kernel; over some 300 sharded parameters DTensor's bookkeeping keeps the GPU waiting for
+    7 ms in every step.
+    """
+    for group in optimizer.param_groups:
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if not parameters or not isinstance(parameters[0], DTensor):
+            optimizer.step()
+            return
+        states = [optimizer.state[p] for p in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            [p.to_local() for p in parameters],
+            [p.grad.to_local() for p in parameters],
+            [s["exp_avg"].to_local() for s in states],
+            [s["exp_avg_sq"].to_local() for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
 def set_progress(optimizer: torch.optim.Optimizer, *, step: int) -> None:
     """Put the number of updates made so far in place, after a checkpoint was read."""
     for state in optimizer.state.values():
@@ -51,6 +84,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+@torch.no_grad()
 def clip_gradients(model: nn.Module, largest: float) -> float:
     """Scale the gradients so that their global norm is at most `largest`; returns the norm before.
 

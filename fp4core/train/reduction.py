@@ -1,9 +1,9 @@
-"""Gradients that cross in BF16, as they were computed, and are summed in FP32 by the rank that owns the shard.
+"""Gradients that cross in BF16, as they were computed, and are summed in FP32 by the rank that owns a shard.
 
     shard_r = (1/W) · Σ_s FP32(gradient_s)[part r]        s = 0 .. W-1: the ranks
 
-The numbers are those of FSDP2's own reduction, which widens every gradient to FP32 first (BF16 values are exact
-there) and reduce-scatters the sums: on two ranks the bits too, on more the terms are added in another order.
+The numbers are those of FSDP2's own reduction, which widens every gradient to FP32 first (BF16 values are
+exact there) and reduce-scatters: on two ranks the bits too, on more the terms are added in another order.
 What differs is what moves. Between ranks half the bytes do, so that collectives hold the multiprocessors
 for half the time while the backward pass needs them; and the copy into the send buffer, which is not hidden
 behind anything, moves 4 instead of 6 bytes per weight.
@@ -45,7 +45,7 @@ class Exchange:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Average part r of every rank's `input_tensor` (BF16 [W · n]) into rank r's `output_tensor` (FP32 [n]).
+        """Rank r's `output_tensor` (FP32 [n]): mean of part r of every rank's `input_tensor` (BF16 [W · n]).
 
         ValueError for buffers that are not `allocate`'s, for another reduction than the mean, and when asked
         to return before the work is queued.
@@ -61,7 +61,16 @@ class Exchange:
             raise ValueError(f"only the mean over ranks, in stream order; got {op}, async_op {async_op}")
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.mean(parts.view(size, -1), dim=0, dtype=torch.float32, out=output_tensor)
+        _mean(parts.view(size, -1), output_tensor)
+
+
+def _mean(parts: torch.Tensor, out: torch.Tensor) -> None:
+    if parts.device.type == "cuda":
+        from fp4core.kernels.mean import mean_of_parts
+
+        mean_of_parts(parts, out)
+    else:
+        torch.mean(parts, dim=0, dtype=torch.float32, out=out)
 
 
 def exchange_gradients(model: FSDPModule) -> None:

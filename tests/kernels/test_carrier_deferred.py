@@ -1,4 +1,4 @@
-"""Deferred carriers: misfits, plans that hold windows of steps, siblings, and the way back to FP8."""
+"""Deferred carriers: misfits, plans that hold windows of steps, and the way back to FP8."""
 
 from __future__ import annotations
 
@@ -151,21 +151,8 @@ def _dgrad_types(layers) -> list[str]:
     return [carrier_groups.group([n.producer], n.spec, n.weight.device).plan.kinds[DY_ROW] for n in layers]
 
 
-def test_siblings_follow_a_contraction_that_left_fp8():
-    m = model("mxfp4_sr")
-    layers = [block.mlp.down_proj for block in m.model.layers] + [m.model.layers[0].mlp.up_proj]
-    spans = [2.0**-20, 2.0**-22, 2.0**-22]
-    carrier.defer(m)
-    assert _backward_step(m, layers, spans)[0] and _dgrad_types(layers) == ["e5m2"] * 3
-    wide = [2.0**-40, *spans[1:]]
-    assert not _backward_step(m, layers, wide)[0] and _backward_step(m, layers, wide)[0]
-    # the other block's has 23 of 29 steps and follows; up_proj is no sibling
-    assert _dgrad_types(layers) == ["bf16", "bf16", "e5m2"]
-    assert _backward_step(m, layers, [spans[0], 2.0**-40, spans[2]])[0]
-
-
-def test_a_sibling_with_room_stays_and_stays_exact():
-    """Its references on the device must be those that its products are multiplied by."""
+def test_layers_beside_one_that_left_fp8_stay_and_stay_exact():
+    """Their references on the device must be those that their products are multiplied by."""
     m = model("mxfp4_sr")
     layers = [block.mlp.down_proj for block in m.model.layers]
     carrier.defer(m)

@@ -199,6 +199,55 @@ def test_rope_rotates_and_gives_both_views_of_its_gradient(length, rotate):
     assert fused[:, :3].tolist() == apart[:, :3].tolist()
 
 
+def test_rows_are_scaled_for_dgrad_alone_and_the_norm_takes_it_back():
+    """Tokens 60 binades apart: codes and column views stay, blocks' exponents move by their row's scale.
+
+    The row view of scaled rows is that of the rows scaled beforehand; dx, dw and the column view of the norm
+    are to the bit those of the gradient that was never scaled.
+    """
+    batch, heads, length = 2, 3, 32
+    tokens, width = batch * length, heads * 128
+    powers = torch.randint(-50, 10, (tokens, 1), generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    d = (draw(tokens, width, scale=0.1, seed=8).float() * torch.exp2(powers.float())).to(torch.bfloat16)
+    d[5], d[6, 3], d[7, 0] = 0.0, float("inf"), 2.0**-130
+    d[7, 1:] = 0.0
+    parts = [d.view(batch, length, heads, 128).transpose(1, 2)[:, i : i + 1] for i in range(3)]
+    scales = fused_rope.row_scales(*parts)
+    factor = (scales & -65536).view(torch.float32)
+    assert torch.equal(scales >> 16, scales & 0xFFFF)
+    largest = d.float().abs().amax(1)
+    usual = (largest > 2.0**-126) & largest.isfinite()
+    assert usual.sum() == tokens - 3
+    assert (((largest * factor)[usual] >= 1) & ((largest * factor)[usual] < 2)).all()
+    assert factor[5] == factor[7] == 2.0**126 and factor[6] == 2.0**-126
+
+    d[6] = 0.0
+    d[6, 3] = 1.0
+    scales = fused_rope.row_scales(*parts)
+    factor = (scales & -65536).view(torch.float32)
+    scaled = (d.float() * factor[:, None]).to(torch.bfloat16)
+    table = torch.ones(length, 32, 4, device=DEVICE)
+    rows = torch.zeros(tokens, width, dtype=torch.float8_e5m2, device=DEVICE)
+    cols = torch.zeros(width, tokens, dtype=torch.float8_e5m2, device=DEVICE)
+    fused, apart = states(2, 0), states(4, 0)
+    fused_rope.rope_backward(
+        d.view(batch, length, heads, 128).transpose(1, 2), table, rotate=False, row=ROW_SR, col=COL,
+        row_out=rows, col_out=cols, states=(fused[0], fused[1]), sr=(sr(), 24), scales=scales,
+    )  # fmt: skip
+    want_row, _ = produced(scaled, ROW_SR, COL, apart, 24)
+    _, want_col = produced(d, ROW_SR, COL, apart[2:], 24)
+    assert same(rows, want_row) and same(cols, want_col)
+    assert fused[0].tolist() == apart[0].tolist() and fused[1].tolist() == apart[3].tolist()
+    assert fused[0, 3] == 0 and apart[2, 3] > 0  # every row block fits; unscaled some do not
+
+    x, weight = draw(tokens, width), draw(width, scale=0.3, seed=2).float()
+    _, _, rstd = fused_norm.norm_forward(x, None, weight, 1e-5, None, None)
+    inputs, none = (x, draw(tokens, width, scale=0.1, seed=5), weight, rstd, None, None, None), (None,) * 3
+    want = fused_norm.norm_backward(d, *inputs, none, None)
+    got = fused_norm.norm_backward(scaled, *inputs, none, None, scales)
+    assert all(same(got[i], want[i]) for i in (0, 1, 4))
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -1,4 +1,4 @@
-"""Gradients that cross in BF16: the same sums as FSDP2's own reduction of widened ones, and clear refusals."""
+"""Gradients that cross in BF16: the sums of FSDP2's own reduction of widened ones, and clear refusals."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def _average(rank: int, rendezvous: str) -> None:
 
 def test_three_ranks_against_the_exact_mean(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_average, args=(rank, str(tmp_path / "meet"))) for rank in range(3)
-    ]
+    processes = [context.Process(target=_average, args=(rank, str(tmp_path / "meet"))) for rank in range(3)]
     for process in processes:
         process.start()
     for process in processes:
