@@ -126,8 +126,9 @@ class _Boundaries:
             return b.norm_backward(g, before, dy, self.x, self.delta, self.norm, self.rstd, state, scales)
 
         def down_backward() -> Any:
-            rows, _ = encode_gradients(down, [dy], state, True, True)
-            return rows, b.silu_backward(ffn, down, [self.dh], gate, up, state, lambda h: h)
+            scales = b.gradient_scales(down, dy)
+            rows, _ = encode_gradients(down, [dy], state, True, True, scales)
+            return rows, b.silu_backward(ffn, down, [self.dh], gate, up, state, lambda h: h, scales)
 
         def qkv_backward() -> Any:
             rows, cols, scales = b.rope_backward(qkv, self.dqkv, self.table, state)

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 from fp4core.kernels.device import max2, reduce_max2
+from fp4core.kernels.mx import mul2
+from fp4core.kernels.row_scale import token_scales
 from fp4core.kernels.tiles import (
     load_any,
     rotate_tokens_tail,
@@ -78,6 +80,7 @@ def dual_kernel(
     col_amax_ptr,
     col_outer_ptr,
     sr_ptr,
+    scale_ptr,
     producer,
     col_producer,
     M,
@@ -90,6 +93,7 @@ def dual_kernel(
     ROW: tl.constexpr,
     ROW_CARRIER: tl.constexpr,
     ROW_SR: tl.constexpr,
+    SCALED: tl.constexpr,
     COL: tl.constexpr,
     COL_CARRIER: tl.constexpr,
     COL_HADAMARD: tl.constexpr,
@@ -114,7 +118,8 @@ def dual_kernel(
     ROW_SQUARE, COL_SQUARE: a 2D format, whose nv_cta has one outer scale; SHARED: the column view is the
     transposed row view. COL_KEPT: the column view is stored as it lies, [M, K] (BF16). TAIL: TOKENS, the rows
     before padding, end inside a Hadamard group. FP32: x is FP32 (int64 words). K, M multiples of 32. PLACES:
-    features of the unpadded tensor. ROW_STRIDE, COL_STRIDE: words per row of the row and of the column view.
+    features of the unpadded tensor. SCALED: the row view is of rows times scale_ptr [TOKENS] (``row_scale``;
+    needs ROW_T). ROW_STRIDE, COL_STRIDE: words per row of the row and of the column view.
 
     ROW_T: 0 makes the row view from the registers that hold the tile; otherwise a loop reads it again, from
     a cache, ROW_T tokens of every group at a time: fewer registers, hence more warps, and shorter code.
@@ -209,6 +214,9 @@ def dual_kernel(
             piece = base + start * (K // 2)
             left = rows - start
             wp = load_any(piece, K // 2, G, W, VEC, one, left, words, FP32, MASKED, ASM, ROW_T, T, 2)
+            if SCALED:
+                s = token_scales(scale_ptr + token + start, wp, one, TOKENS - token - start, MASKED, T)
+                wp = mul2(wp, s, ASM)
             if ROW_SR:
                 drawn = random_words_of(
                     seed, step, first_token, producer, token + start, feature, PLACES, G, W, False, ROW_T, T

@@ -176,7 +176,7 @@ def norm_backward_kernel(
 ):
     """One program per 32 tokens. Y_RULE "none" stores y itself, RULE "none" leaves dx's views out.
 
-    SCALED: row t of dy comes times scale_ptr[t] (``fused_rope.row_scales``).
+    SCALED: row t of dy comes times scale_ptr[t] (``row_scale.row_scales``).
 
     T a multiple of 32, HIDDEN of 2 G W. dw_ptr: FP32 [T / 32, 2, HIDDEN / 2], even then odd features.
     """
@@ -307,7 +307,7 @@ def norm_backward(
         row, col: views of dx, of one MX format; None leaves both out.
         states: int32 [4] of y_col, row and col.
         sr: random state and producer of a stochastic ``row``.
-        scales: of ``fused_rope.row_scales``, where each row of dy comes times its scale; powers of two, so
+        scales: of ``row_scale.row_scales``, where each row of dy comes times its scale; powers of two, so
             results are those of the unscaled dy.
     """
     t, hidden = x.shape

@@ -7,9 +7,7 @@ in FP32 with one rounding to BF16. qkv is [T, N], N = (H + 2 G') 128 features of
 heads; V is not rotated. position = token mod S. Word tiles as in ``device``; in backward a tile is as wide as
 a head, and its halves meet by an exchange between lanes.
 
-Gradients of attention differ by many binades from token to token. So the row view is made of rows that a
-power of two (``row_scales``) brings to a largest value of 1 to 2 each: that changes no code, only the
-exponents of blocks, and who reads dX takes it back.
+The row view may be made of scaled rows (``row_scale``).
 """
 
 from __future__ import annotations
@@ -20,10 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4core.kernels._launch import packed_instructions
-from fp4core.kernels.device import duplicate, halves_max, high_f32, low_f32, magnitudes, max2, pack_rne
+from fp4core.kernels.device import high_f32, low_f32, pack_rne
 from fp4core.kernels.fused_silu import groups_per_tile, words
 from fp4core.kernels.mx import mul2
 from fp4core.kernels.producers import View, rule
+from fp4core.kernels.row_scale import token_scales
 from fp4core.kernels.tiles import load_words, store_columns, store_rows
 from fp4core.kernels.views import column_mx, finish_column, finish_row, random_words, row_mx
 
@@ -174,9 +173,7 @@ def _store_views(
     place = col_ptr + feature.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
     store_columns(place, c, T // PER_WORD, False, 0, 0)
     if SCALED:
-        t = tl.arange(0, w.shape[0])[:, None, None] * 32 + tl.arange(0, 32)[None, :, None]
-        # read per word: one per token would be spilled, all 32 of them (3.3 KB of stack instead of 0.5)
-        w = mul2(w, tl.load(scale_ptr + token + t * one + tl.zeros_like(w)), ASM)
+        w = mul2(w, token_scales(scale_ptr + token, w, one, PER_WORD=True), ASM)
     v = finish_row(row_mx(w, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
     STRIDE: tl.constexpr = N // 2 if ROW == "bf16" else N // 4
     ROW_VEC: tl.constexpr = VEC if ROW == "bf16" else (VEC + 1) // 2
@@ -245,86 +242,6 @@ def rope_backward_kernel(
                 w, random, row_ptr, col_ptr, row_state, col_state, scale_ptr, token, feature, T, one,
                 N, RULE, ROW, COL, SR, HADAMARD, SCALED, VEC, ASM,
             )  # fmt: skip
-
-
-@triton.jit
-def _row_maxima(
-    d_ptr,
-    batch,
-    position,
-    BATCH_STRIDE,
-    TOKEN_STRIDE,
-    HEAD_STRIDE,
-    HEADS: tl.constexpr,
-    R: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Packed maxima [R, 64] over the heads of R tokens."""
-    word = tl.arange(0, 64)[None, :]
-    base = d_ptr + batch.to(tl.int64) * BATCH_STRIDE
-    base = base + (position + tl.arange(0, R)[:, None]).to(tl.int64) * TOKEN_STRIDE + word
-    found = tl.zeros([R, 64], tl.int32)
-    for head in range(HEADS):
-        found = max2(found, magnitudes(tl.load(base + tl.cast(head, tl.int64) * HEAD_STRIDE)), ASM)
-    return found
-
-
-@triton.jit
-def row_scales_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    scale_ptr,
-    S,
-    Q_BATCH,
-    Q_HEAD,
-    Q_TOKEN,
-    K_BATCH,
-    K_HEAD,
-    K_TOKEN,
-    V_BATCH,
-    V_HEAD,
-    V_TOKEN,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    R: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """See ``row_scales``; S a multiple of R, one program per R tokens."""
-    token = tl.program_id(0) * R
-    batch = token // S
-    position = token % S
-    q = _row_maxima(q_ptr, batch, position, Q_BATCH, Q_TOKEN, Q_HEAD, HEADS, R, ASM)
-    k = _row_maxima(k_ptr, batch, position, K_BATCH, K_TOKEN, K_HEAD, KV_HEADS, R, ASM)
-    v = _row_maxima(v_ptr, batch, position, V_BATCH, V_TOKEN, V_HEAD, KV_HEADS, R, ASM)
-    largest = tl.max(halves_max(max2(max2(q, k, ASM), v, ASM), ASM) & 0xFFFF, 1)
-    exponent = tl.minimum(tl.maximum(largest >> 7, 1), 253)
-    tl.store(scale_ptr + token + tl.arange(0, R), duplicate((254 - exponent) << 7))
-
-
-def row_scales(dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-    """Int32 [T]: per token the power of two, as BF16 in both halves, that makes its largest gradient 1 to 2.
-
-    dq, dk, dv: BF16 [B, heads, S, 128] before they are rotated back, S a multiple of 32. A rotation makes a
-    value 1.42 times as large at most, and the row view counts what does not fit. Of a token whose largest
-    gradient is subnormal, infinite or NaN the scale is the last that BF16 has.
-    """
-    batch, heads, length, _ = dq.shape
-    grads = [d if d.stride(-1) == 1 else d.contiguous() for d in (dq, dk, dv)]
-    out = torch.empty(batch * length, dtype=torch.int32, device=dq.device)
-    rows = 16
-    row_scales_kernel[(batch * length // rows,)](
-        *(words(d, d) for d in grads),
-        out,
-        length,
-        *(n // 2 for d in grads for n in d.stride()[:3]),
-        HEADS=heads,
-        KV_HEADS=dk.shape[1],
-        R=rows,
-        ASM=packed_instructions(dq.device),
-        num_warps=4,
-    )
-    return out
 
 
 def rope_table(cos: Tensor, sin: Tensor, *, planes: bool) -> Tensor:
@@ -396,7 +313,8 @@ def rope_backward(
         col_out: [heads * 128, T] slice of the joint column carrier [N, T].
         states: int32 [4] of row and col.
         sr: random state and producer of the row view, for a stochastic ``row``.
-        scales: of ``row_scales``: the row view is of each row times its scale.
+        scales: int32 [T] of ``row_scales``: the row view is of each row times its scale. A rotation makes a
+            value 1.42 times as large at most.
     """
     batch, heads, length, head_dim = d.shape
     check_rope(length, head_dim)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fp4core.kernels._launch import packed_instructions
 from fp4core.kernels.device import high_f32, low_f32, pack_rne, reduce_max2
-from fp4core.kernels.mx import mx_bounds, mx_constants, mx_round, mx_threshold
+from fp4core.kernels.mx import mul2, mx_bounds, mx_constants, mx_round, mx_threshold
 from fp4core.kernels.producers import CARRIERS, View, rule
+from fp4core.kernels.row_scale import inverse, token_scales
 from fp4core.kernels.tiles import column_amax, load_words, rotate_tokens, store_columns, store_rows
 from fp4core.kernels.views import (
     column_mx,
@@ -200,10 +201,12 @@ def silu_gradients_kernel(
     du_ptr,
     h_ptr,
     h_state,
+    scale_ptr,
     T,
     one,
     F: tl.constexpr,
     GU: tl.constexpr,
+    SCALED: tl.constexpr,
     RULE: tl.constexpr,
     H_COL: tl.constexpr,
     HADAMARD: tl.constexpr,
@@ -216,7 +219,8 @@ def silu_gradients_kernel(
     """dg and du in BF16 [T, F], and the column view of h [F, T] (RULE "none": h in BF16 [T, F]).
 
     The first half of a backward boundary in two kernels: the producers make both views of dg and du. The
-    gradients are made P tokens of a group at a time, from a second reading that a cache serves.
+    gradients are made P tokens of a group at a time, from a second reading that a cache serves. SCALED: rows
+    of dh come times scale_ptr [T] (``row_scale``).
     """
     TILES: tl.constexpr = F // (2 * W)
     pid = tl.program_id(0)
@@ -242,6 +246,8 @@ def silu_gradients_kernel(
         up = load_words(u_ptr + again, GU, G, W, VEC, one, P, 32, 2)
         here = flat + start * (F // 2)
         bp = load_words(dh_ptr + here, F // 2, G, W, VEC, one, P, 32, 2)
+        if SCALED:
+            bp = mul2(bp, inverse(token_scales(scale_ptr + token + start, bp, one, 0, False, 32)), ASM)
         store_rows(dg_ptr + here, turn_words(0, bp, gp, up, ASM), F // 2, VEC, one, 32)
         store_rows(du_ptr + here, turn_words(1, bp, gp, up, ASM), F // 2, VEC, one, 32)
 
@@ -382,11 +388,17 @@ def silu_backward(
 
 
 def silu_gradients(
-    dh: Tensor, gate: Tensor, up: Tensor, h_col: View | None, h_state: Tensor | None
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    h_col: View | None,
+    h_state: Tensor | None,
+    scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dg, du in BF16 [T, F], column view of h [F, T] or, without ``h_col``, h in BF16 [T, F]).
 
     Arguments as for ``silu_backward``; ``h_col`` is a view of an MX format with its state int32 [4].
+    ``scales``: of ``row_scale.row_scales``, where each row of dh comes times its scale.
     """
     t, f = dh.shape
     check_shape("silu_gradients", t, f)
@@ -402,10 +414,12 @@ def silu_gradients(
         words(du, dh),
         words(h, dh),
         base if h_state is None else h_state,
+        base if scales is None else scales,
         t,
         1,
         F=f,
         GU=gate.stride(0) // 2,
+        SCALED=scales is not None,
         RULE="none" if h_col is None else rule(h_col.format),
         H_COL="bf16" if h_col is None else h_col.carrier,
         HADAMARD="none" if h_col is None else h_col.hadamard,

@@ -197,6 +197,7 @@ def produce(
     sr: SR | None = None,
     row_out: Tensor | None = None,
     col_out: Tensor | None = None,
+    scales: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Produced | None, Produced | None]:
     """Both views of a matrix from one load.
@@ -210,6 +211,8 @@ def produce(
         sr: random state of a stochastic row view.
         row_out, col_out: carriers to write instead of new ones: slices of a larger row-major matrix, so that
             several linears share one operand. Their first elements and strides are multiples of 4 bytes.
+        scales: int32 [M] of ``row_scale.row_scales``: the row view, of an MX format in 1D blocks, is of each
+            row times its scale.
         tile: how to cut the matrix; None takes ``default_tile``.
 
     Returns: (row view, column view), None for one not asked for. Dimensions are padded to multiples of 32
@@ -233,6 +236,8 @@ def produce(
         )
     if stochastic and k % 16:
         raise ValueError(f"produce: got K = {k} with stochastic rounding; needed a multiple of 16")
+    if scales is not None and (row is None or not is_mx(row.format) or formats.get(row.format).two_d):
+        raise ValueError("produce: got scales of rows; needed a row view of an MX format in 1D blocks")
     shared = (
         row is not None
         and col is not None
@@ -247,6 +252,8 @@ def produce(
     kept = col is not None and not col.transposed
     col_out = _output(x, col, (mp, kp) if kept else (kp, mp), col_out)
     cut = tile or default_tile(row, col)
+    if scales is not None and not cut.row_tokens:
+        cut = Tile(row_tokens=8)
     masked = mp % (cut.tokens * cut.groups) != 0 or kp % (2 * cut.words) != 0
     none = words(xp)  # stands in for absent pointers
     dual_kernel[(triton.cdiv(mp, cut.tokens * cut.groups) * triton.cdiv(kp, 2 * cut.words),)](
@@ -260,6 +267,7 @@ def produce(
         none if col_scaling is None else col_scaling.amax,
         none if col_scaling is None else col_scaling.outer,
         none if sr is None else sr.state,
+        none if scales is None else scales,
         0 if sr is None else sr.producer,
         0 if sr is None else sr.col_producer,
         mp,
@@ -272,6 +280,7 @@ def produce(
         ROW="none" if row is None else rule(row.format),
         ROW_CARRIER="bf16" if row is None else row.carrier,
         ROW_SR=row_sr,
+        SCALED=scales is not None,
         COL="none" if col is None else rule(col.format),
         COL_CARRIER="bf16" if col is None else col.carrier,
         COL_HADAMARD="none" if col is None else col.hadamard,

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4core.kernels import fused_rope
+from fp4core.kernels import fused_rope, row_scale
 from fp4core.ops import held
 from fp4core.ops.carrier_attention import attention_backward, attention_forward
 from fp4core.ops.carrier_boundary import (
+    gradient_scales,
     norm_backward,
     norm_forward,
     rope_backward,
@@ -170,7 +171,9 @@ def _backward(
     dy = dy.reshape(-1, hidden).contiguous()
     ffn = gate_up.shape[1] // 2
 
-    rows, cols = encode_gradients(down_group, [dy], state, True, True)
+    # of a token's gradient on its way through the block; what attention mixes gets scales of its own
+    scales = gradient_scales(down_group, dy)
+    rows, cols = encode_gradients(down_group, [dy], state, True, True, scales)
     dh = [sum_of_products(rows, encode_weights(down_group, weights[6:]).columns)]
     rows, cols_ffn, dw_down = silu_backward(
         ffn_group,
@@ -180,14 +183,17 @@ def _backward(
         gate_up[:, ffn:],
         state,
         lambda h: _weight_gradients(cols, h, weights[6:]),
+        scales,
     )
     dnormed = sum_of_products(rows, encode_weights(ffn_group, weights[4:6]).columns)
     dstream, normed, rows, cols, dnorm2 = norm_backward(
-        ffn_group, o_group, dnormed, stream, dy, norms[1], rstd2, state
+        ffn_group, o_group, dnormed, stream, dy, norms[1], rstd2, state, scales
     )
     dw_ffn = _weight_gradients(cols_ffn, normed, weights[4:6])
     del cols_ffn, normed
     dmixed = sum_of_products(rows, encode_weights(o_group, weights[3:4]).columns)
+    if scales is not None:
+        row_scale.unscale_(dmixed, scales)
     _, mixed_col = encode(o_group, mixed, None, X_COL, state, o_group.producers[0])
     dw_o = _weight_gradients(cols, mixed_col, weights[3:4])
     del mixed_col, rows, cols

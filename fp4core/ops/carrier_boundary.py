@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fp4core.kernels import fused_norm, fused_rope, fused_silu
+from fp4core.kernels import fused_norm, fused_rope, fused_silu, row_scale
 from fp4core.kernels.producers import CARRIERS, View
 from fp4core.ops.carrier_encode import encode, encode_gradients, settled, view_of
 from fp4core.ops.carrier_gemm import Carrier
@@ -71,6 +71,21 @@ def _view(g: Group, view: int, fused: bool) -> View | None:
     return view_of(g, view) if fused else None
 
 
+def gradient_scales(g: Group, *grads: Tensor) -> Tensor | None:
+    """Int32 [T] of ``row_scale.row_scales``, by which a group's row operand of gradients is scaled, or None.
+
+    One reference then spans a token's own gradient instead of all tokens'; only FP8 carriers need one.
+
+    Args:
+        grads: the gradient [T, N], N a multiple of 128, or dQ, dK, dV [B, heads, S, 128].
+    """
+    if _SCHEDULE[0] != "fused" or "dgrad" not in g.plan.mx:
+        return None
+    if grads[0].dim() == 2:
+        grads = (grads[0].unflatten(1, (-1, 128)).transpose(0, 1)[None],)
+    return row_scale.row_scales(*grads)
+
+
 def norm_forward(
     g: Group, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Carrier, Tensor]:
@@ -101,7 +116,7 @@ def norm_backward(
     """(dx, column operand of the norm's output, row and column operands of dx for ``before``, dweight).
 
     ``before``: the group whose output gradient dx is (the projection under the residual), or None.
-    ``scales``: what ``rope_backward`` scaled the rows by that dy is a product of.
+    ``scales``: the rows of dy come times these, and those of dx's row operand leave times these.
     """
     y_fused = _mx_activations(g, X_COL)
     d_fused = before is not None and _mx_gradients(before)
@@ -138,23 +153,18 @@ def norm_backward(
     if not y_fused:
         y = encode(g, y, None, X_COL, None, g.producers[0])[1]
     if before is not None and not d_fused:
-        row, col = encode_gradients(before, [dx], state, True, True)
+        row, col = encode_gradients(before, [dx], state, True, True, scales)
     return dx, y, row or [], col or [], dw
 
 
 def rope_backward(
     g: Group, grads: Sequence[Tensor], table: Tensor, state: Tensor
 ) -> tuple[list[Carrier], list[Carrier], Tensor | None]:
-    """Operands of (dQ, dK, dV) [B, heads, S, 128] rotated back, for the q, k, v group, and its rows' scales.
-
-    Where one kernel makes both views, each row of the row operand is times a power of two that brings its
-    largest value to about 1, and so is the row of dX that comes of it, until ``norm_backward`` takes it back:
-    what one reference has to span is then a token's own gradient, not those of tokens that nobody attends to.
-    """
+    """Operands of (dQ, dK, dV) [B, heads, S, 128] rotated back, for the q, k, v group, and the row operand's
+    scales (``gradient_scales``), which the rows of dX come times until ``norm_backward`` takes them back."""
     t = grads[0].shape[0] * grads[0].shape[2]
     widths = [d.shape[1] * d.shape[3] for d in grads]
-    fused = _mx_gradients(g, "fused", "single")  # little arithmetic, so one kernel is the faster one here
-    scales = fused_rope.row_scales(*grads) if fused else None
+    scales = gradient_scales(g, *grads)
 
     def make() -> tuple[list[Carrier], list[Carrier]]:
         row, col = view_of(g, DY_ROW), view_of(g, DY_COL)
@@ -177,14 +187,14 @@ def rope_backward(
             at += width
         return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)]
 
-    if fused:
+    if _mx_gradients(g, "fused", "single"):  # little arithmetic, so one kernel is the faster one here
         return *settled(g, [DY_ROW, DY_COL], make), scales
     flat = [d.new_empty((t, width)) for d, width in zip(grads, widths)]
     for i, (d, out) in enumerate(zip(grads, flat)):
         fused_rope.rope_backward(
             d, table, rotate=i < 2, row=None, col=None, row_out=out, col_out=None, states=None, sr=None
         )
-    return *encode_gradients(g, flat, state, True, True), None
+    return *encode_gradients(g, flat, state, True, True, scales), scales
 
 
 def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:
@@ -200,17 +210,18 @@ def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:
 
 
 def _silu_gradients(
-    down: Group, taken: list[Tensor], gate: Tensor, up: Tensor
+    down: Group, taken: list[Tensor], gate: Tensor, up: Tensor, scales: Tensor | None
 ) -> tuple[list[Tensor], Carrier]:
-    """([dgate, dup] in BF16, column operand of h for ``down``); ``taken`` as for ``silu_backward``."""
+    """([dgate, dup] in BF16, column operand of h for ``down``); other arguments as for ``silu_backward``."""
     dh = taken.pop()
     if not _mx_activations(down, X_COL):
-        dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, None, None)
+        dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, None, None, scales)
         del dh
         return [dgate, dup], encode(down, h, None, X_COL, None, down.producers[0])[1]
 
     def make() -> tuple[Tensor, Tensor, Carrier]:
-        dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, view_of(down, X_COL), down.state[X_COL])
+        view, into = view_of(down, X_COL), down.state[X_COL]
+        dgate, dup, h = fused_silu.silu_gradients(dh, gate, up, view, into, scales)
         return dgate, dup, _carrier(down, X_COL, h)
 
     dgate, dup, h = settled(down, [X_COL], make)
@@ -225,6 +236,7 @@ def silu_backward(
     up: Tensor,
     state: Tensor,
     use: Callable[[Carrier], Made],
+    scales: Tensor | None = None,
 ) -> tuple[list[Carrier], list[Carrier], Made]:
     """(row operands, column operands of [dgate | dup] for their group, what ``use`` made of h).
 
@@ -232,12 +244,13 @@ def silu_backward(
         taken: dh alone, taken out of the list, so that its memory is free when dgate and dup are encoded.
         use: takes the column operand of h for ``down`` (its Wgrad); for the same reason called as early as
             the schedule allows.
+        scales: of ``gradient_scales``: rows of dh come times these, and those of the row operand leave so.
     """
     if not (_mx_gradients(g) and _mx_activations(down, X_COL)):
-        gradients, h = _silu_gradients(down, taken, gate, up)
+        gradients, h = _silu_gradients(down, taken, gate, up, scales)
         used = use(h)
         del h
-        rows, cols = encode_gradients(g, gradients, state, True, True)
+        rows, cols = encode_gradients(g, gradients, state, True, True, scales)
         return rows, cols, used
     dh = taken.pop()
 

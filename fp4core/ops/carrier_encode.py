@@ -95,14 +95,16 @@ def encode(
     col: int | None,
     state: Tensor | None = None,
     producer: int = 0,
+    scales: Tensor | None = None,
 ) -> tuple[Carrier | None, Carrier | None]:
     """Row and column carriers of BF16 [T, F] as views ``row`` and ``col`` of the group, from one load.
 
-    ``producer`` is the linear's id; stochastic views add their own number to it.
+    ``producer`` is the linear's id; stochastic views add their own number to it. ``scales``: of
+    ``row_scale.row_scales``; the row carrier, of an MX format, is then of scaled rows.
     """
     if col is not None and g.operands[col].rounding == "stochastic" and is_mx(g.operands[col]):
         column = _stochastic_column(g, x, col, state, producer + col)
-        return (None if row is None else encode(g, x, row, None, state, producer)[0]), column
+        return (None if row is None else encode(g, x, row, None, state, producer, scales)[0]), column
     asked = [v for v in (row, col) if v is not None]
     quantised = [v for v in asked if g.operands[v].format != "bf16"]
     _no_plain_rotation(g, asked)
@@ -123,6 +125,7 @@ def encode(
                 row_scaling=None if r is None else _held_scaling(g, x, r, producer),
                 col_scaling=None if c is None else _held_scaling(g, x, c, producer),
                 sr=sr,
+                scales=scales,
             )
             found |= {
                 v: carrier_of(p, _ref(g, v)) for v, p in zip((r, c), made) if v is not None and p is not None
@@ -146,9 +149,9 @@ def _no_plain_rotation(g: Group, views: Sequence[int]) -> None:
 
 
 def encode_gradients(
-    g: Group, grads: list[Tensor], state: Tensor, rows: bool, cols: bool
+    g: Group, grads: list[Tensor], state: Tensor, rows: bool, cols: bool, scales: Tensor | None = None
 ) -> tuple[list[Carrier], list[Carrier]]:
-    """Carriers of the output gradients [T, N_i] of a group's linears.
+    """Carriers of the output gradients [T, N_i] of a group's linears; ``scales`` as for ``encode``.
 
     MX row views of several linears lie side by side in one operand [T, sum N], so that Dgrad is one product;
     others, whose outer scales differ, and column carriers [N_i, T] stay one per linear. Gradients that are
@@ -158,7 +161,7 @@ def encode_gradients(
     ragged = any(n % 32 for dy in grads for n in dy.shape)
     apart = not is_mx(g.operands[DY_ROW]) or g.operands[DY_COL].rounding == "stochastic" or ragged
     if len(grads) == 1 or not rows or apart:
-        pairs = [encode(g, grads.pop(0), row, col, state, p) for p in g.producers]
+        pairs = [encode(g, grads.pop(0), row, col, state, p, scales) for p in g.producers]
         return [r for r, _ in pairs if r is not None], [c for _, c in pairs if c is not None]
     views = [v for v in (row, col) if v is not None]
 
@@ -177,6 +180,7 @@ def encode_gradients(
                 col_state=None if col is None else g.state[DY_COL],
                 sr=sr,
                 row_out=joint[:, at : at + dy.shape[1]],
+                scales=scales,
             )
             at += dy.shape[1]
             if c is not None:

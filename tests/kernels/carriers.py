@@ -7,6 +7,7 @@ import torch
 import fp4core.ops.carrier_linear  # noqa: F401  (registers the backend without a GPU)
 from fp4core.kernels._launch import interpreted
 from fp4core.model.build import build_model
+from fp4core.model.rope import rope_tables
 from fp4core.recipe import ModelConfig, RopeConfig, load_recipe
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -49,3 +50,16 @@ def one_linear(m):
 def run(layer, x: torch.Tensor, scale: float = 1.0):
     y = layer((x * scale).requires_grad_(), state())
     return [y, *torch.autograd.grad(y, [layer.weight], torch.ones_like(y))]
+
+
+def block_inputs(tokens: int = 32):
+    h = draw(1, tokens, CONFIG.hidden).requires_grad_()
+    return h, draw(1, tokens, CONFIG.hidden, scale=0.1, seed=3)
+
+
+def results(m, blocks, h, grad):
+    cos, sin = rope_tables(m._inv_freq, h.shape[1], h.device)
+    y = h
+    for block in blocks:
+        y = block(y, cos, sin, state())
+    return [y, *torch.autograd.grad(y, [h, *m.model.layers[: len(blocks)].parameters()], grad)]

@@ -29,7 +29,17 @@ from fp4core.ops.carrier_plan import (
 from fp4core.ops.quantize import SRKey, quantize
 from fp4core.recipe import load_recipe
 from fp4core.reference import quantize as reference_quantise
-from tests.kernels.carriers import CONFIG, DEVICE, STATE, draw, model, one_linear, run, state
+from tests.kernels.carriers import (
+    DEVICE,
+    STATE,
+    block_inputs,
+    draw,
+    model,
+    one_linear,
+    results,
+    run,
+    state,
+)
 
 pytestmark = pytest.mark.usefixtures("fresh_groups")
 PREFERRED = ("e5m2", "e4m3")
@@ -297,19 +307,6 @@ def test_held_maxima_reach_the_carriers():
 
 
 # -- the fused block -------------------------------------------------------------------------------
-
-
-def block_inputs(tokens: int = 32):
-    h = draw(1, tokens, CONFIG.hidden).requires_grad_()
-    return h, draw(1, tokens, CONFIG.hidden, scale=0.1, seed=3)
-
-
-def results(m, blocks, h, grad):
-    cos, sin = rope_tables(m._inv_freq, h.shape[1], h.device)
-    y = h
-    for block in blocks:
-        y = block(y, cos, sin, state())
-    return [y, *torch.autograd.grad(y, [h, *m.model.layers[: len(blocks)].parameters()], grad)]
 
 
 @pytest.mark.parametrize(

@@ -12,46 +12,25 @@ import torch
 from torch.nn import functional as F
 
 from fp4core.kernels import fused_norm, fused_rope, fused_silu
-from fp4core.kernels import producers as p
 from fp4core.kernels._launch import interpreted
+from tests.kernels.views import (
+    COL,
+    COL_H32,
+    DEVICE,
+    ROW,
+    ROW_SR,
+    WIDE,
+    X_COL,
+    X_COL_H32,
+    draw,
+    produced,
+    same,
+    sr,
+    states,
+)
 
-DEVICE = "cpu" if interpreted() else "cuda"
-V = p.View
-ROW, ROW_SR = V("mxfp4", "e5m2"), V("mxfp4", "e5m2", "stochastic")
-COL, COL_H32 = V("mxfp4", "e5m2"), V("mxfp4", "e5m2", hadamard="fixed32")
-X_COL, X_COL_H32 = V("mxfp4", "e4m3"), V("mxfp4", "e4m3", hadamard="fixed32")
-WIDE = V("mxfp4", "bf16")
-SR_STATE = (0x1234_5678_9ABC, 17, 96)
 TOKENS = [32] if interpreted() else [96, 256]
 FEATURES = [128] if interpreted() else [384]
-
-
-def draw(*shape: int, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """BF16 values of unequal features, the same on every device."""
-    g = torch.Generator().manual_seed(seed)
-    spread = torch.exp(0.5 * torch.randn(shape[-1], generator=g))
-    return (torch.randn(shape, generator=g) * spread * scale).to(torch.bfloat16).to(DEVICE)
-
-
-def states(count: int, ref: int = -2) -> torch.Tensor:
-    return p.new_state(count, DEVICE, ref)
-
-
-def sr() -> torch.Tensor:
-    return torch.tensor(SR_STATE, dtype=torch.int64, device=DEVICE)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bytes."""
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
-
-
-def produced(x: torch.Tensor, row, col, state, producer: int = 0):
-    """(row data, column data) of the producers for x, with the states of the two views."""
-    made = p.produce(x, row, col, row_state=state[0], col_state=state[1], sr=p.SR(sr(), producer))
-    return [None if m is None else m.data for m in made]
 
 
 @pytest.mark.parametrize("features", FEATURES)
@@ -197,55 +176,6 @@ def test_rope_rotates_and_gives_both_views_of_its_gradient(length, rotate):
     assert same(rows[:, 128:], want_row) and same(cols[128:], want_col)
     assert not rows[:, :128].view(torch.uint8).any() and not cols[:128].view(torch.uint8).any()
     assert fused[:, :3].tolist() == apart[:, :3].tolist()
-
-
-def test_rows_are_scaled_for_dgrad_alone_and_the_norm_takes_it_back():
-    """Tokens 60 binades apart: codes and column views stay, blocks' exponents move by their row's scale.
-
-    The row view of scaled rows is that of the rows scaled beforehand; dx, dw and the column view of the norm
-    are to the bit those of the gradient that was never scaled.
-    """
-    batch, heads, length = 2, 3, 32
-    tokens, width = batch * length, heads * 128
-    powers = torch.randint(-50, 10, (tokens, 1), generator=torch.Generator().manual_seed(9)).to(DEVICE)
-    d = (draw(tokens, width, scale=0.1, seed=8).float() * torch.exp2(powers.float())).to(torch.bfloat16)
-    d[5], d[6, 3], d[7, 0] = 0.0, float("inf"), 2.0**-130
-    d[7, 1:] = 0.0
-    parts = [d.view(batch, length, heads, 128).transpose(1, 2)[:, i : i + 1] for i in range(3)]
-    scales = fused_rope.row_scales(*parts)
-    factor = (scales & -65536).view(torch.float32)
-    assert torch.equal(scales >> 16, scales & 0xFFFF)
-    largest = d.float().abs().amax(1)
-    usual = (largest > 2.0**-126) & largest.isfinite()
-    assert usual.sum() == tokens - 3
-    assert (((largest * factor)[usual] >= 1) & ((largest * factor)[usual] < 2)).all()
-    assert factor[5] == factor[7] == 2.0**126 and factor[6] == 2.0**-126
-
-    d[6] = 0.0
-    d[6, 3] = 1.0
-    scales = fused_rope.row_scales(*parts)
-    factor = (scales & -65536).view(torch.float32)
-    scaled = (d.float() * factor[:, None]).to(torch.bfloat16)
-    table = torch.ones(length, 32, 4, device=DEVICE)
-    rows = torch.zeros(tokens, width, dtype=torch.float8_e5m2, device=DEVICE)
-    cols = torch.zeros(width, tokens, dtype=torch.float8_e5m2, device=DEVICE)
-    fused, apart = states(2, 0), states(4, 0)
-    fused_rope.rope_backward(
-        d.view(batch, length, heads, 128).transpose(1, 2), table, rotate=False, row=ROW_SR, col=COL,
-        row_out=rows, col_out=cols, states=(fused[0], fused[1]), sr=(sr(), 24), scales=scales,
-    )  # fmt: skip
-    want_row, _ = produced(scaled, ROW_SR, COL, apart, 24)
-    _, want_col = produced(d, ROW_SR, COL, apart[2:], 24)
-    assert same(rows, want_row) and same(cols, want_col)
-    assert fused[0].tolist() == apart[0].tolist() and fused[1].tolist() == apart[3].tolist()
-    assert fused[0, 3] == 0 and apart[2, 3] > 0  # every row block fits; unscaled some do not
-
-    x, weight = draw(tokens, width), draw(width, scale=0.3, seed=2).float()
-    _, _, rstd = fused_norm.norm_forward(x, None, weight, 1e-5, None, None)
-    inputs, none = (x, draw(tokens, width, scale=0.1, seed=5), weight, rstd, None, None, None), (None,) * 3
-    want = fused_norm.norm_backward(d, *inputs, none, None)
-    got = fused_norm.norm_backward(scaled, *inputs, none, None, scales)
-    assert all(same(got[i], want[i]) for i in (0, 1, 4))
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,16 @@ import sys
 import pytest
 
 SCRIPT = r"""
-import json, re, subprocess, sys, tempfile
+import importlib, json, re, subprocess, sys, tempfile
 from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fp4core.kernels import fused_norm, fused_rope, fused_silu, mean
 
 FLOATS = {"factor", "mean_ptr", "weight_ptr", "rstd_ptr", "dw_ptr", "planes_ptr", "table_ptr", "eps"}
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 for case, module, name, constants in json.loads(sys.argv[1]):
-    kernel = getattr({"mean": mean, "norm": fused_norm, "rope": fused_rope, "silu": fused_silu}[module], name)
+    kernel = getattr(importlib.import_module("fp4core.kernels." + module), name)
     signature = {}
     for argument in kernel.arg_names:
         base = {"sr_ptr": "i64", "parts_ptr": "bf16"}.get(argument, "fp32" if argument in FLOATS else "i32")
@@ -66,33 +65,44 @@ ROPE = {"TOKEN_STRIDE": 2048, "N": 4096, "HEADS": 32, "PER_PROGRAM": 8, "ROTATE"
 SCALED, PLAIN_ROWS = {"SCALED": True}, {"SCALED": False, "VEC": 2}
 CASES = [
     ("mean", "mean", "mean_kernel", {"W": 2, "BLOCK": 4096}),
-    ("silu forward", "silu", "silu_forward_kernel", SILU | MX | {"CARRIER": "e5m2"}),
-    ("silu gradients", "silu", "silu_gradients_kernel", SILU | MX | H32 | {"H_COL": "e4m3", "P": 8}),
-    ("silu single", "silu", "silu_backward_kernel", SILU | VIEWS | H32 | {"H_COL": "e4m3"}),
+    ("silu forward", "fused_silu", "silu_forward_kernel", SILU | MX | {"CARRIER": "e5m2"}),
+    (
+        "silu gradients",
+        "fused_silu",
+        "silu_gradients_kernel",
+        SILU | MX | H32 | {"H_COL": "e4m3", "P": 8} | SCALED,
+    ),
+    ("unscale", "row_scale", "unscale_kernel", {"STRIDE": 2048, "R": 16, "ASM": True}),
+    ("silu single", "fused_silu", "silu_backward_kernel", SILU | VIEWS | H32 | {"H_COL": "e4m3"}),
     (
         "norm forward",
-        "norm",
+        "fused_norm",
         "norm_forward_kernel",
         {"HIDDEN": 4096, "RESIDUAL": True, "CARRIER": "e5m2", "ASM": True, "R": 2, "W": 2048} | MX,
     ),
-    ("norm backward", "norm", "norm_backward_kernel", NORM | PLAIN | {"Y_HADAMARD": "fixed32"}),
+    ("norm backward", "fused_norm", "norm_backward_kernel", NORM | PLAIN | {"Y_HADAMARD": "fixed32"}),
     (
         "norm single",
-        "norm",
+        "fused_norm",
         "norm_backward_kernel",
         NORM | VIEWS | {"Y_HADAMARD": "none", "HADAMARD": "none"},
     ),
     (
         "rope forward",
-        "rope",
+        "fused_rope",
         "rope_forward_kernel",
         {"N": 6144, "HEADS": 40, "PER_PROGRAM": 8, "ASM": True, "G": 4, "VEC": 2},
     ),
-    ("norm backward scaled", "norm", "norm_backward_kernel", NORM | PLAIN | {"Y_HADAMARD": "none"} | SCALED),
-    ("row scales", "rope", "row_scales_kernel", {"HEADS": 32, "KV_HEADS": 8, "R": 16, "ASM": True}),
-    ("rope backward", "rope", "rope_backward_kernel", ROPE | PLAIN | PLAIN_ROWS),
-    ("rope single unscaled", "rope", "rope_backward_kernel", ROPE | VIEWS | H32 | PLAIN_ROWS),
-    ("rope single", "rope", "rope_backward_kernel", ROPE | VIEWS | H32 | SCALED | {"VEC": 2}),
+    (
+        "norm backward scaled",
+        "fused_norm",
+        "norm_backward_kernel",
+        NORM | PLAIN | {"Y_HADAMARD": "none"} | SCALED,
+    ),
+    ("row scales", "row_scale", "row_scales_kernel", {"HEADS": 32, "KV_HEADS": 8, "R": 16, "ASM": True}),
+    ("rope backward", "fused_rope", "rope_backward_kernel", ROPE | PLAIN | PLAIN_ROWS),
+    ("rope single unscaled", "fused_rope", "rope_backward_kernel", ROPE | VIEWS | H32 | PLAIN_ROWS),
+    ("rope single", "fused_rope", "rope_backward_kernel", ROPE | VIEWS | H32 | SCALED | {"VEC": 2}),
 ]
 
 

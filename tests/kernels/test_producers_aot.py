@@ -22,8 +22,9 @@ from fp4core.kernels._dual import dual_kernel as kernel
 
 constants = dict(
     K=4096, PLACES=4096, ROW_STRIDE=1024, ROW="mx_ceil", ROW_CARRIER="e5m2", ROW_SR=False, COL="mx_ceil",
-    COL_CARRIER="e4m3", COL_HADAMARD="none", ROW_SQUARE=False, COL_SQUARE=False, SHARED=False, COL_SR=False,
-    COL_KEPT=False, TAIL=False, FP32=False, MASKED=False, ASM=True, G=4, T=32, ROW_T=0, W=64, VEC=2,
+    SCALED=False, COL_CARRIER="e4m3", COL_HADAMARD="none", ROW_SQUARE=False, COL_SQUARE=False, SHARED=False,
+    COL_SR=False, COL_KEPT=False, TAIL=False, FP32=False, MASKED=False, ASM=True, G=4, T=32,
+    ROW_T=0, W=64, VEC=2,
 )
 constants.update(eval(sys.argv[1]))
 types = {f"{view}_{what}_ptr": "*fp32" for view in ("row", "col") for what in ("amax", "outer")}
@@ -49,6 +50,7 @@ print(done.stdout)
 CASES = {
     "mx": ({}, ("HFMA2", "BF16_V2", "VIMNMX.U16x2"), 2400),
     "mx_sr": ({"ROW_SR": True, "ROW_T": 8}, ("IDP", "SHFL", "IMAD.WIDE"), 2400),
+    "mx_scaled": ({"ROW_SR": True, "ROW_T": 8, "SCALED": True}, ("IDP", "SHFL", "HMUL2.BF16"), 2600),
     "cta": (
         {"ROW": "nv_cta", "COL": "nv_cta", "ROW_CARRIER": "bf16", "COL_CARRIER": "bf16", "COL_KEPT": True,
          "COL_HADAMARD": "fixed16", "ROW_STRIDE": 2048, "T": 16, "ROW_T": 8},
