@@ -12,6 +12,7 @@ too. Word tiles as in ``device``.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -127,7 +128,7 @@ def unscale_kernel(x_ptr, scale_ptr, T, one, STRIDE: tl.constexpr, R: tl.constex
 
 def _pointer(x: Tensor) -> Tensor:
     """An int32 pointer to a BF16 tensor's first element, whatever its strides."""
-    return x.as_strided((1, 2), (4, 1)).view(x.new_empty(0).int().dtype)
+    return x.as_strided((1, 2), (4, 1)).view(torch.int32)
 
 
 def row_scales(*grads: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ def row_scales(*grads: Tensor) -> Tensor:
         )
     grads = tuple(d if d.stride(-1) == 1 else d.contiguous() for d in grads)
     three = (grads[0],) * 3 if len(grads) == 1 else grads
-    out = grads[0].new_empty(batch * length).int()
+    out = torch.empty(batch * length, dtype=torch.int32, device=grads[0].device)
     rows = 16
     row_scales_kernel[(batch * length // rows,)](
         *(_pointer(d) for d in three),
@@ -165,7 +166,7 @@ def unscale_(x: Tensor, scales: Tensor) -> Tensor:
     t, features = x.shape
     rows = 16
     unscale_kernel[(triton.cdiv(t, rows) * triton.cdiv(features, 512),)](
-        x.view(scales.dtype),
+        x.view(torch.int32),
         scales,
         t,
         1,
