@@ -18,13 +18,14 @@ import torch
 
 # The first kind whose word is in a kernel's name takes it; names are those of cuBLAS, cuDNN, NCCL, torch.
 KINDS = (
-    ("communication", ("nccl",)),
+    ("communication", ("nccl", "mean_kernel")),
     ("compiled", ("triton_",)),
     ("attention", ("cudnn", "flash", "fmha", "sdpa")),
     (
         "boundaries",
         (
             *("dual_kernel", "silu_", "norm_forward", "norm_backward", "rope_"),
+            *("row_scales", "unscale_kernel"),
             *("_chunk_kernel", "_outer_kernel"),
         ),
     ),

@@ -255,6 +255,8 @@ def produce(
     if scales is not None and not cut.row_tokens:
         cut = Tile(row_tokens=8)
     masked = mp % (cut.tokens * cut.groups) != 0 or kp % (2 * cut.words) != 0
+    # rows of padding have no scale
+    masked = masked or (scales is not None and m != mp)
     none = words(xp)  # stands in for absent pointers
     dual_kernel[(triton.cdiv(mp, cut.tokens * cut.groups) * triton.cdiv(kp, 2 * cut.words),)](
         none,

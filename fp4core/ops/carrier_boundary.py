@@ -1,7 +1,7 @@
 """The boundaries between a block's matrix products: fused where one kernel can do them, in series elsewhere.
 
 A boundary turns what one product wrote into what the next ones read. Three schedules, all of them with equal
-carriers:
+results, and equal carriers but for the rows that "fused" scales (``gradient_scales``):
 
     serial   the arithmetic writes BF16, the producers read it
     fused    one kernel does the arithmetic and makes the views of activations (the row view forward, the

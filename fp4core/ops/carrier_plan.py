@@ -146,10 +146,6 @@ class Plan:
         """Present carrier types of the contractions that may use FP8."""
         return {name: (self.kinds[a], self.kinds[b]) for name in self.mx for a, b, _ in (CONTRACTIONS[name],)}
 
-    def fp8(self) -> set[str]:
-        """Contractions that are on FP8 carriers now."""
-        return {name for name, kinds in self.contraction_kinds().items() if "bf16" not in kinds}
-
     def adapt(self, seen: dict[int, tuple[int, int]], room: int = 0) -> list[str]:
         """Take spans over: new references, and new types where a span and ``room`` are too wide.
 

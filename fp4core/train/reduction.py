@@ -34,8 +34,9 @@ class Exchange:
         if dtype != torch.float32:
             raise ValueError(f"gradients are summed in torch.float32, but FSDP asks for {dtype}")
         kind = torch.bfloat16 if self._input_is_next else torch.float32
+        buffer = torch.empty(size, dtype=kind, device=device)
         self._input_is_next = not self._input_is_next
-        return torch.empty(size, dtype=kind, device=device)
+        return buffer
 
     def __call__(
         self,

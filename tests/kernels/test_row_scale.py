@@ -61,7 +61,7 @@ def test_scales_put_the_largest_value_of_a_token_between_1_and_2():
 
 @pytest.mark.parametrize("row", [ROW, ROW_SR], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("carrier_type", ["e5m2", "bf16"])
-@pytest.mark.parametrize(("tokens", "features"), [(TOKENS, 128), (48, 96), (TOKENS + 8, 384)])
+@pytest.mark.parametrize(("tokens", "features"), [(TOKENS, 128), (48, 96), (TOKENS + 8, 384), (120, 128)])
 def test_producers_scale_the_row_view_alone(row, carrier_type, tokens, features):
     """Tiles that end inside the matrix too: nothing is read beyond the last token's scale."""
     x = spread(tokens, features)
