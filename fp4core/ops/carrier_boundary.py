@@ -252,6 +252,8 @@ def silu_backward(
         del h
         rows, cols = encode_gradients(g, gradients, state, True, True, scales)
         return rows, cols, used
+    if scales is not None:
+        raise ValueError("silu_backward: got scaled rows in one kernel; needed schedule 'fused'")
     dh = taken.pop()
 
     def make() -> tuple[list[Carrier], list[Carrier], Carrier]:

@@ -175,8 +175,11 @@ def shard(
         # needed again at once when backward begins
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **shared)
     whole = fully_shard(model, **shared)
-    if exchange and gather == "bf16" and shards_share_a_node(world, replicas):
-        exchange_gradients(whole)
+    if exchange and gather == "bf16":
+        # nodes of unequal size may see it differently, and every rank of a shard must do the same
+        apart = world.reduce(float(not shards_share_a_node(world, replicas)), op="max")[0]
+        if not apart:
+            exchange_gradients(whole)
     return whole
 
 
