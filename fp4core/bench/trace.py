@@ -18,7 +18,7 @@ import torch
 
 # The first kind whose word is in a kernel's name takes it; names are those of cuBLAS, cuDNN, NCCL, torch.
 KINDS = (
-    ("communication", ("nccl", "mean_kernel")),
+    ("communication", ("nccl", "scaled_sum_kernel")),
     ("compiled", ("triton_",)),
     ("attention", ("cudnn", "flash", "fmha", "sdpa")),
     (

@@ -153,6 +153,7 @@ class Llama(nn.Module):
             )
         self.config, self.compute_dtype = config, compute_dtype
         self._inv_freq: list[float] = rope_inv_freq(config).tolist()
+        self._rope: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
         self.model = Decoder(config)
         tied = config.tie_embeddings
         self.lm_head = OutputHead(
@@ -195,13 +196,21 @@ class Llama(nn.Module):
             raise ValueError(
                 f"Llama: got {length} positions, needed at most max_position = {self.config.max_position}"
             )
-        cos, sin = rope_tables(self._inv_freq, length, device)
+        cos, sin = self._rope_tables(length, device)
         state = self._random_state()
         h = self.model.embed_tokens(tokens).to(self.compute_dtype)
         for block in self.model.layers:
             h = block(h, cos, sin, state)
         tied = self.model.embed_tokens.weight if self.config.tie_embeddings else None
         return self.lm_head(self.model.norm(h), targets, tied)
+
+    def _rope_tables(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The last tables again: making them copies from the host, which waits for the device's queue."""
+        key = (length, device)
+        if key not in self._rope:
+            with torch.inference_mode(False):  # training may use what an evaluation made
+                self._rope = {key: rope_tables(self._inv_freq, length, device)}
+        return self._rope[key]
 
     def _random_state(self) -> Tensor | None:
         """This forward pass's state, handed to the blocks so that a recomputation draws the same bits."""

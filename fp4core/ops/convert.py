@@ -85,8 +85,10 @@ def set_sr_state(model: nn.Module, seed: int, step: int, token_offset: int = 0) 
         device = layer.weight.device
         if device not in shared:
             # a new tensor, never written in place: what a pending backward pass saved stays as it was
-            numbers = torch.tensor([int(seed), int(step), int(token_offset)])
-            # a blocking copy would wait for all work queued on the device, once per micro-batch
+            # pinned: any other copy may wait for all work queued on the device, once per micro-batch
+            numbers = torch.tensor(
+                [int(seed), int(step), int(token_offset)], pin_memory=device.type == "cuda"
+            )
             shared[device] = numbers.to(device, non_blocking=True)
         layer.sr_state = shared[device]
     if resolve_backend(layers[0].backend, layers[0].weight.device.type) == "te":

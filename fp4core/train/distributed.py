@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from .errors import StopEarly
-from .reduction import exchange_gradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from .reduction import Exchange
 
 TIMEOUT = datetime.timedelta(minutes=10)
 # Between threads that write a checkpoint: on a shared disk one rank's files may take far longer than
@@ -143,7 +144,6 @@ def shard(
     gather: str = "fp32",
     keep_gathered: bool = False,
     replicas: int = 1,
-    exchange: bool = True,
 ) -> nn.Module:
     """FSDP2 over all ranks; FP32 master weights and an FP32 sum of gradients.
 
@@ -156,7 +156,6 @@ def shard(
             before the FP32 sum.
         keep_gathered: keep a unit's weights from forward to backward (see also the function of that name).
         replicas: HSDP; each replica is sharded over size / replicas ranks. ValueError when that is uneven.
-        exchange: BF16 gradients cross as they are where a shard's ranks share a node (`reduction`).
     """
     if world.size == 1 and not dist.is_initialized():
         return model
@@ -174,13 +173,23 @@ def shard(
     if not tied:
         # needed again at once when backward begins
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **shared)
-    whole = fully_shard(model, **shared)
-    if exchange and gather == "bf16":
-        # nodes of unequal size may see it differently, and every rank of a shard must do the same
-        apart = world.reduce(float(not shards_share_a_node(world, replicas)), op="max")[0]
-        if not apart:
-            exchange_gradients(whole)
-    return whole
+    return fully_shard(model, **shared)
+
+
+def exchange_gradients(model: nn.Module, world: World, *, gather: str, replicas: int) -> Exchange | None:
+    """The direct reduction of BF16 gradients, for a sharded model in place whose shards' ranks share a node.
+
+    None, and FSDP2 reduces, where they do not, where gradients are FP32, and for one process.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    from .reduction import Exchange
+
+    if gather != "bf16" or not isinstance(model, FSDPModule):
+        return None
+    # nodes of unequal size may see it differently, and every rank of a shard must do the same
+    apart = world.reduce(float(not shards_share_a_node(world, replicas)), op="max")[0]
+    return None if apart else Exchange(model)
 
 
 def shards_share_a_node(world: World, replicas: int) -> bool:

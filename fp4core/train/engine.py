@@ -25,7 +25,7 @@ from fp4core.model.build import build_model, materialise
 from fp4core.ops.held import held_amax
 from fp4core.recipe import Recipe, Study
 
-from .distributed import World, keep_gathered, shard
+from .distributed import World, exchange_gradients, keep_gathered, shard
 from .errors import RunError
 from .guard import step_guard
 from .optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate, set_progress, update
@@ -109,11 +109,15 @@ class Engine:
             gather=train.gather,
             keep_gathered=train.keep_gathered,
             replicas=train.replicas,
-            exchange=train.exchange,
         )
         self.model = materialise(sharded, world.device, seed if initialise is None else None, note=note)
         if initialise is not None:
             initialise(self.model)
+        self.exchange = (
+            exchange_gradients(self.model, world, gather=train.gather, replicas=train.replicas)
+            if train.exchange
+            else None
+        )
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
         )
@@ -156,6 +160,9 @@ class Engine:
             place = (step - 1) * train.global_batch + row
             seed = order_seed(self.study.data.seed, self.seed)
             rows = torch.from_numpy(self.stream.batch(place, self.split.local_batch, seed=seed))
+            if self.world.device.type == "cuda":
+                # from pageable memory the copy would wait for all work queued on the device
+                rows = rows.pin_memory()
             rows = rows.to(self.world.device, non_blocking=True)
             yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), row * train.sequence
 
@@ -200,10 +207,14 @@ class Engine:
         for number, (inputs, targets, offset) in enumerate(self.micro_batches(step), start=1):
             if self.study.train.keep_gathered:
                 keep_gathered(self.model, number < self.split.micro_steps)
+            if self.exchange is not None:
+                self.exchange.begin(first=number == 1, last=number == self.split.micro_steps)
             fp4core.set_sr_state(self.model, self.seed, step, offset)
             losses = self.model(inputs, targets).float()
             (losses.sum() * scale).backward()
             total += losses.detach().double().sum()
+        if self.exchange is not None:
+            self.exchange.finish()
         if self.amax is not None:
             self.amax.finish(lambda values: self.world.reduce(*values, op="max"))
         return float(total)

@@ -1,81 +1,209 @@
 """Gradients that cross in BF16, as they were computed, and are summed in FP32 by the rank that owns a shard.
 
-    shard_r = (1/W) · Σ_s FP32(gradient_s)[part r]        s = 0 .. W-1: the ranks
+    shard_r = Σ_m (1/W) · Σ_s FP32(gradient_{m,s})[rows of r]     s = 0 .. W-1: ranks, m: micro-steps
 
 The numbers are those of FSDP2's own reduction, which widens every gradient to FP32 first (BF16 values are
 exact there) and reduce-scatters: on two ranks the bits too, on more the terms are added in another order.
-What differs is what moves. Between ranks half the bytes do, so that collectives hold the multiprocessors
-for half the time while the backward pass needs them; and the copy into the send buffer, which is not hidden
-behind anything, moves 4 instead of 6 bytes per weight.
+What differs is what moves. FSDP2 copies the gradients of a module into one send buffer, receives a mean and
+adds it to what earlier micro-steps left, parameter by parameter. Here each rank's rows of a gradient are
+sent from where the backward pass wrote them, half the bytes of FP32, and one pass reads the parts and writes
+the sum. Nothing of it stands in the way of the backward pass; the last exchange of a micro-step runs beside
+the next one's forward pass.
 
 It is a direct exchange: right where every pair of ranks has a link of its own (NVLink in one node). Between
-nodes a ring or tree sends each byte over the network once per node and not once per rank, so `shard` takes
-this reduction only where a shard's ranks share a node; HSDP then reduces between nodes in FP32.
+nodes a ring or tree sends each byte over the network once per node and not once per rank, so an engine takes
+this reduction only where a shard's ranks share a node; HSDP then sums over replicas in FP32, once per step.
+
+Only public pieces of FSDP2 are used: its own reduction is switched off as for accumulation without
+communication, and a hook takes each gradient when autograd has finished it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+# Parts begin at multiples of as many values, so that wide loads are aligned.
+_ALIGN = 64
+# Exchanges whose gradients may be waiting: one moves while the next is being made.
+_IN_FLIGHT = 2
 
 
 class Exchange:
-    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`, one per module."""
+    """The gradients of a model that `fully_shard` has sharded and whose shards are in place.
 
-    def __init__(self) -> None:
-        self._input_is_next = True
+    Before each forward and backward pass `begin`, after the last one `finish`, which fills every `.grad`.
+    """
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The send buffer, BF16, and then the FP32 shard: FSDP2 asks for both, in this order, as FP32."""
-        if dtype != torch.float32:
-            raise ValueError(f"gradients are summed in torch.float32, but FSDP asks for {dtype}")
-        kind = torch.bfloat16 if self._input_is_next else torch.float32
-        buffer = torch.empty(size, dtype=kind, device=device)
-        self._input_is_next = not self._input_is_next
-        return buffer
+    def __init__(self, model: FSDPModule) -> None:
+        """ValueError when parameters are not sharded by rows."""
+        model.set_requires_gradient_sync(False)
+        self._bundles = [
+            _Bundle(module, own, self)
+            for module in model.modules()
+            if isinstance(module, FSDPModule) and (own := _own_parameters(module))
+        ]
+        device = self._bundles[0].device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.waiting: deque[tuple[Any, Any]] = deque()
+        self.first = self.last = True
+        self._passes = 0
 
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
+    def begin(self, *, first: bool, last: bool) -> None:
+        """A pass begins: the `first` of a step forgets earlier sums, the `last` one completes them."""
+        self.first, self.last = first, last
+        self._passes = 1 if first else self._passes + 1
+        if first:
+            for bundle in self._bundles:
+                bundle.forget()
+
+    def finish(self) -> None:
+        """Every parameter's `.grad` is the FP32 sum. RuntimeError when a pass left a parameter out."""
+        for bundle in self._bundles:
+            bundle.give(self._passes)
+        if self.stream is not None:
+            torch.cuda.current_stream().wait_stream(self.stream)
+        self.waiting.clear()
+
+
+class _Bundle:
+    """Parameters of one module that are exchanged together, once all of them have their gradients."""
+
+    def __init__(
+        self, module: nn.Module, own: list[tuple[nn.Module, str, DTensor]], exchange: Exchange
     ) -> None:
-        """Rank r's `output_tensor` (FP32 [n]): mean of part r of every rank's `input_tensor` (BF16 [W · n]).
+        self._exchange, self._own = exchange, own
+        mesh = own[0][2].device_mesh
+        self._replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+        self._group = mesh.get_group(mesh.ndim - 1)
+        self._ranks, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._peers = [dist.get_global_rank(self._group, r) for r in range(self._ranks)]
+        self._factor = 1.0 / mesh.size()
+        for _, name, shard in own:
+            if not shard.placements[-1].is_shard(0) or shard.dtype != torch.float32:
+                raise ValueError(
+                    f"exchange of gradients: got {name} as {shard.placements} of {shard.dtype}; needed FP32 "
+                    "weights sharded by rows"
+                )
+        self.device = own[0][2].to_local().device
+        self._sums: list[Tensor] | None = None
+        self._hooked: list[nn.Parameter | None] = [None] * len(own)
+        self._arrived: list[Tensor | None] = [None] * len(own)
+        self._count = 0
+        # after FSDP's hook, which puts the gathered parameters in place
+        module.register_forward_pre_hook(self._watch)
 
-        ValueError for buffers that are not `allocate`'s, for another reduction than the mean, and when asked
-        to return before the work is queued.
-        """
-        size = dist.get_world_size(group)
-        kinds = (input_tensor.dtype, output_tensor.dtype)
-        if kinds != (torch.bfloat16, torch.float32) or input_tensor.numel() != size * output_tensor.numel():
-            raise ValueError(
-                f"got {input_tensor.numel()} values of {kinds[0]} for a shard of {output_tensor.numel()} of "
-                f"{kinds[1]}; needed {size} x shard in BF16 and the shard in FP32"
+    def forget(self) -> None:
+        self._count, self._arrived = 0, [None] * len(self._own)
+
+    def give(self, passes: int) -> None:
+        if self._count != passes or self._sums is None:
+            raise RuntimeError(
+                f"gradients of {', '.join(name for _, name, _ in self._own)}: got {self._count} exchanges in "
+                f"{passes} passes; every parameter needs a gradient in each pass, or set train.exchange false"
             )
-        if op != dist.ReduceOp.AVG or async_op:
-            raise ValueError(f"only the mean over ranks, in stream order; got {op}, async_op {async_op}")
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        _mean(parts.view(size, -1), output_tensor)
+        for (_, _, shard), total in zip(self._own, self._sums, strict=True):
+            shard.grad = DTensor.from_local(
+                total,
+                shard.device_mesh,
+                shard.placements,
+                run_check=False,
+                shape=shard.shape,
+                stride=shard.stride(),
+            )
+
+    def _watch(self, module: nn.Module, arguments: Any) -> None:
+        """Have a hook on each gathered parameter that the forward pass is about to use."""
+        for k, (owner, name, _) in enumerate(self._own):
+            parameter = getattr(owner, name)
+            if self._hooked[k] is not parameter:
+                parameter.register_post_accumulate_grad_hook(partial(self._take, k))
+                self._hooked[k] = parameter
+
+    def _take(self, k: int, parameter: nn.Parameter) -> None:
+        self._arrived[k], parameter.grad = parameter.grad, None
+        if all(gradient is not None for gradient in self._arrived):
+            gradients, self._arrived = self._arrived, [None] * len(self._own)
+            self._count += 1
+            self._queue(gradients)
+
+    def _queue(self, gradients: list[Tensor | None]) -> None:
+        """Exchange and sum on the side stream; the gradients are kept until that is done."""
+        stream, waiting = self._exchange.stream, self._exchange.waiting
+        if stream is None:
+            self._reduce(gradients)
+            return
+        now = torch.cuda.current_stream()
+        stream.wait_stream(now)
+        with torch.cuda.stream(stream):
+            self._reduce(gradients)
+            waiting.append((stream.record_event(), gradients))
+        while len(waiting) > _IN_FLIGHT:
+            done, _ = waiting.popleft()
+            now.wait_event(done)
+
+    @torch.no_grad()
+    def _reduce(self, gradients: list[Tensor | None]) -> None:
+        if self._sums is None:
+            # kept for good, like the moments
+            self._sums = [torch.empty_like(shard.to_local()) for _, _, shard in self._own]
+        add = not self._exchange.first
+        sizes = [total.numel() for total in self._sums]
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+        kind = gradients[0].dtype
+        parts = torch.empty((self._ranks - 1, starts[-1]), dtype=kind, device=self.device)
+        cut = [list(gradient.contiguous().chunk(self._ranks)) for gradient in gradients]
+        operations = []
+        for r in range(self._ranks):
+            if r == self._rank:
+                continue
+            row = parts[r - (r > self._rank)]
+            for k, rows in enumerate(cut):
+                # dim 0 may not divide: the last ranks' rows are fewer, or none
+                if r < len(rows):
+                    operations.append(dist.P2POp(dist.isend, rows[r], self._peers[r], self._group, k))
+                if sizes[k]:
+                    got = row[starts[k] : starts[k] + sizes[k]]
+                    operations.append(dist.P2POp(dist.irecv, got, self._peers[r], self._group, k))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        for k, total in enumerate(self._sums):
+            if sizes[k]:
+                others = parts[:, starts[k] : starts[k] + sizes[k]]
+                _sum(cut[k][self._rank].view(-1), others, self._rank, self._factor, total.view(-1), add)
+        if self._exchange.last and self._replicas is not None:
+            for total in self._sums:
+                dist.all_reduce(total, group=self._replicas)
 
 
-def _mean(parts: torch.Tensor, out: torch.Tensor) -> None:
-    if parts.device.type == "cuda":
-        from fp4core.kernels.mean import mean_of_parts
+def _sum(own: Tensor, others: Tensor, rank: int, factor: float, total: Tensor, add: bool) -> None:
+    """total (+)= factor x the terms in the order of ranks; `own` is the term of `rank`."""
+    if own.device.type == "cuda":
+        from fp4core.kernels.scaled_sum import add_scaled_sum
 
-        mean_of_parts(parts, out)
-    else:
-        torch.mean(parts, dim=0, dtype=torch.float32, out=out)
+        add_scaled_sum(own, others, rank, factor, total, add=add)
+        return
+    terms = [*others[:rank], own, *others[rank:]]
+    scaled = terms[0].float()
+    for term in terms[1:]:
+        scaled = scaled + term.float()
+    scaled *= factor
+    total.add_(scaled) if add else total.copy_(scaled)
 
 
-def exchange_gradients(model: FSDPModule) -> None:
-    """Let every sharded module of `model` reduce its BF16 gradients by an `Exchange`."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(Exchange())
+def _own_parameters(module: nn.Module) -> list[tuple[nn.Module, str, DTensor]]:
+    """(owner, name, shard) of the parameters of `module` that no sharded module inside it has."""
+    own = [(module, name, p) for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)]
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            own += _own_parameters(child)
+    return own

@@ -64,7 +64,7 @@ SILU = {"F": 14336, "GU": 14336} | TILE
 ROPE = {"TOKEN_STRIDE": 2048, "N": 4096, "HEADS": 32, "PER_PROGRAM": 8, "ROTATE": True, "ASM": True, "G": 4}
 SCALED, PLAIN_ROWS = {"SCALED": True}, {"SCALED": False, "VEC": 2}
 CASES = [
-    ("mean", "mean", "mean_kernel", {"W": 2, "BLOCK": 4096}),
+    ("scaled sum", "scaled_sum", "scaled_sum_kernel", {"RANK": 1, "W": 2, "ADD": True, "BLOCK": 4096}),
     ("silu forward", "fused_silu", "silu_forward_kernel", SILU | MX | {"CARRIER": "e5m2"}),
     (
         "silu gradients",

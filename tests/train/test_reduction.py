@@ -5,12 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import Lab
 
+from fp4core.train import distributed
 from fp4core.train.reduction import Exchange
 
 SHORT = {"steps": 3, "cuts": [3], "endpoint_step": 3, "local_batch": 1, "gather": "bf16"}
@@ -37,55 +39,79 @@ def test_two_replicas_of_two_shards_sum_the_same_bits(lab: Lab, second_lab: Lab)
     assert lab.tensors("mxfp4_sr", 3) == second_lab.tensors("mxfp4_sr", 3)
 
 
-def _values(rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    return (torch.randn(3 * 40, generator=generator) * 2.0 ** (10 * rank)).bfloat16()
+class Uneven(torch.nn.Module):
+    """BF16 parameters whose rows three ranks cannot share evenly, one has fewer rows than ranks."""
+
+    SHAPES: ClassVar = {"wide": (7, 24), "few": (2, 5), "gain": (13,)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in self.SHAPES.items():
+            setattr(self, name, torch.nn.Parameter(torch.ones(shape)))
+
+    def forward(self, weights: dict[str, torch.Tensor], leave_out: str = "") -> torch.Tensor:
+        """Its gradient by each parameter is `weights` of that name."""
+        return sum(
+            (getattr(self, name) * w).float().sum() for name, w in weights.items() if name != leave_out
+        )
 
 
-def _average(rank: int, rendezvous: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=3)
-    exchange, cpu = Exchange(), torch.device("cpu")
-    for _ in range(2):
-        sent = exchange.allocate((120,), dtype=torch.float32, device=cpu)
-        sent.copy_(_values(rank))
-        got = exchange.allocate((40,), dtype=torch.float32, device=cpu)
-        assert (sent.dtype, got.dtype) == (torch.bfloat16, torch.float32)
-        exchange(got, sent, dist.group.WORLD, dist.ReduceOp.AVG)
-        parts = torch.stack([_values(s)[40 * rank : 40 * rank + 40] for s in range(3)])
-        exact = parts.double().sum(0) / 3
-        # three terms and a division, each rounded once: at most 3 half-ulps of the largest partial sum
-        bound = 3 * 2.0**-24 * parts.double().abs().sum(0)
-        assert ((got.double() - exact).abs() <= bound).all()
-        with pytest.raises(ValueError, match="only the mean"):
-            exchange(got, sent, dist.group.WORLD, dist.ReduceOp.SUM)
-        with pytest.raises(ValueError, match="needed 3 x shard in BF16"):
-            exchange(got, sent[:80], dist.group.WORLD, dist.ReduceOp.AVG)
-        with pytest.raises(ValueError, match="needed 3 x shard in BF16"):
-            exchange(got, sent.float(), dist.group.WORLD, dist.ReduceOp.AVG)
+def _weights(rank: int, number: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * rank + number)
+    return {
+        name: (torch.randn(shape, generator=generator) * 2.0 ** (5 * rank)).bfloat16()
+        for name, shape in Uneven.SHAPES.items()
+    }
+
+
+def _reduce(rank: int, size: int, replicas: int, rendezvous: str) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    mesh = distributed._mesh(distributed.World(rank, size, torch.device("cpu")), replicas)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = torch.nn.Sequential(Uneven())
+    fully_shard(model[0], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    exchange = Exchange(model)
+    for step in range(2):  # the sums of the first step are forgotten
+        for number in range(2):
+            exchange.begin(first=number == 0, last=number == 1)
+            model(_weights(rank, 2 * step + number)).backward()
+        exchange.finish()
+        for name, parameter in model.named_parameters():
+            name = name.split(".")[-1]
+            terms = torch.stack([_weights(r, 2 * step + m)[name] for r in range(size) for m in range(2)])
+            exact = terms.double().sum(0) / size
+            # at most 2 x size additions and divisions, each rounded once
+            bound = 2 * 2 * size * 2.0**-24 * terms.double().abs().sum(0) / size
+            got = parameter.grad.full_tensor()
+            assert got.dtype == torch.float32
+            assert ((got.double() - exact).abs() <= bound).all(), name
+    exchange.begin(first=True, last=True)
+    model[0](_weights(rank, 0), leave_out="few").backward()
+    with pytest.raises(RuntimeError, match="gradients of wide, few, gain: got 0 exchanges in 1 passes"):
+        exchange.finish()
     dist.destroy_process_group()
     os._exit(0)
 
 
-def test_three_ranks_against_the_exact_mean(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size, replicas", [(1, 1), (3, 1), (4, 2)])
+def test_against_the_exact_mean(size: int, replicas: int, tmp_path: Path) -> None:
+    """Also where rows do not come out even and over replicas."""
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_average, args=(rank, str(tmp_path / "meet"))) for rank in range(3)]
+    arguments = (size, replicas, str(tmp_path / "meet"))
+    processes = [context.Process(target=_reduce, args=(rank, *arguments)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
         process.kill()
-    assert [p.exitcode for p in processes] == [0, 0, 0]
-
-
-def test_another_sum_type_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"summed in torch.float32, but FSDP asks for torch.bfloat16"):
-        Exchange().allocate((8,), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert [p.exitcode for p in processes] == [0] * size
 
 
 def test_ranks_of_several_nodes_keep_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks on nodes of four: shards over all eight go through the network, two replicas' do not."""
-    from fp4core.train import distributed
-
     world = distributed.World(0, 8, torch.device("cpu"))
     assert distributed.shards_share_a_node(world, 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
