@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -96,18 +97,21 @@ def _reduce(rank: int, size: int, replicas: int, rendezvous: str) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("size, replicas", [(1, 1), (3, 1), (4, 2)])
-def test_against_the_exact_mean(size: int, replicas: int, tmp_path: Path) -> None:
-    """Also where rows do not come out even and over replicas."""
+def _in_processes(work: Callable[..., None], size: int, *arguments: Any) -> None:
     context = multiprocessing.get_context("spawn")
-    arguments = (size, replicas, str(tmp_path / "meet"))
-    processes = [context.Process(target=_reduce, args=(rank, *arguments)) for rank in range(size)]
+    processes = [context.Process(target=work, args=(rank, size, *arguments)) for rank in range(size)]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
         process.kill()
     assert [p.exitcode for p in processes] == [0] * size
+
+
+@pytest.mark.parametrize("size, replicas", [(1, 1), (3, 1), (4, 2)])
+def test_against_the_exact_mean(size: int, replicas: int, tmp_path: Path) -> None:
+    """Also where rows do not come out even and over replicas."""
+    _in_processes(_reduce, size, replicas, str(tmp_path / "meet"))
 
 
 def test_ranks_of_several_nodes_keep_the_reduce_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,3 +121,52 @@ def test_ranks_of_several_nodes_keep_the_reduce_scatter(monkeypatch: pytest.Monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert not distributed.shards_share_a_node(world, 1)
     assert distributed.shards_share_a_node(world, 2)
+
+
+def _layer(width: int, device: torch.device) -> torch.nn.Module:
+    up = torch.nn.Linear(2048, width, device=device)
+    return torch.nn.Sequential(up, torch.nn.Linear(width, 2048, device=device))
+
+
+def _beside_fsdp(rank: int, size: int, rendezvous: str) -> None:
+    """Gradients of layers wide enough that exchanges run beside the backward pass, both ways."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    got = []
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(_layer(2048 + i % 2, device) for i in range(8)))
+        for layer in model:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        exchange = Exchange(model) if ours else None
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = None
+            for number in range(4):
+                if exchange is not None:
+                    exchange.begin(first=number == 0, last=number == 3)
+                torch.manual_seed(100 * step + 10 * number + rank)
+                x = torch.randn(4096, 2048, device=device, dtype=torch.bfloat16)
+                model(x).float().square().mean().backward()
+            if exchange is not None:
+                exchange.finish()
+            got.append([p.grad.full_tensor().cpu() for p in model.parameters()])
+    for fsdp, exchanged in zip(got[:3], got[3:], strict=True):
+        for a, b in zip(fsdp, exchanged, strict=True):
+            assert a.dtype == b.dtype == torch.float32 and a.abs().sum() > 0
+            assert torch.equal(a, b)
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_gpus_beside_the_backward_pass(tmp_path: Path) -> None:
+    """One rank sends nothing; two, where there are as many GPUs, add a + b = b + a: equal to the bit."""
+    size = min(2, torch.cuda.device_count())
+    _in_processes(_beside_fsdp, size, str(tmp_path / "meet"))
