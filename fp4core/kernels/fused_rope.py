@@ -247,9 +247,24 @@ def rope_backward_kernel(
 def rope_table(cos: Tensor, sin: Tensor, *, planes: bool) -> Tensor:
     """FP32 cos, sin [S, 64] in the kernels' order: even and odd entries of cos, then of sin.
 
-    ``planes``: [S, 4, 32], for ``rope_forward_``; else [S, 32, 4], for ``rope_backward``.
+    ``planes``: [S, 4, 32], for ``rope_forward_``; else [S, 32, 4], for ``rope_backward``. Every block asks
+    for the same one, so the last few are kept.
     """
-    return torch.stack((cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2]), dim=1 if planes else 2)
+    key = (planes, *((t.device, t.data_ptr(), t.shape, t.stride(), _version(t)) for t in (cos, sin)))
+    if key not in _TABLES:
+        parts = (cos[:, 0::2], cos[:, 1::2], sin[:, 0::2], sin[:, 1::2])
+        while len(_TABLES) >= 4:
+            del _TABLES[next(iter(_TABLES))]
+        # with what it was made from: as long as they live, nothing else has their addresses
+        _TABLES[key] = (cos, sin, torch.stack(parts, dim=1 if planes else 2))
+    return _TABLES[key][2]
+
+
+_TABLES: dict[tuple, tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
 
 
 def check_rope(length: int, head_dim: int) -> None:

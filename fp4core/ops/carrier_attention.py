@@ -8,6 +8,8 @@ last axis contiguous.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -36,8 +38,7 @@ def attention_backward(
     """(dq, dk, dv) of q's dtype, last axis contiguous; arguments as ``attention_forward`` took and gave."""
     batch, heads, length = q.shape[:3]
     if _cudnn(q):
-        # without dropout the random state is never read
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)
+        unused = _no_random_state(q.device)
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse.view(batch, heads, length, 1), unused, unused, None, None, None, length,
             length, 0.0, True,
@@ -59,6 +60,12 @@ def attention_backward(
         )
     dq, dk, dv = grads
     return _first_zeroed(dq.to(q.dtype)), _summed(dk, k), _summed(dv, v)
+
+
+@functools.cache
+def _no_random_state(device: torch.device) -> Tensor:
+    """What dropout would draw from; without dropout it is never read."""
+    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _first_zeroed(dq: Tensor) -> Tensor:

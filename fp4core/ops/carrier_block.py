@@ -209,8 +209,7 @@ def _backward(
         qkv_group, None, dnormed, x.reshape(-1, hidden), dstream, norms[0], rstd1, state, scales
     )
     dw_qkv = _weight_gradients(cols, normed, weights[:3])
-    dnorms = [d.to(n.dtype) for d, n in zip((dnorm1, dnorm2), norms)]
-    return [dx.view(x.shape), *dnorms, dw_qkv, dw_o, dw_ffn, dw_down]
+    return [dx.view(x.shape), dnorm1, dnorm2, dw_qkv, dw_o, dw_ffn, dw_down]
 
 
 @_backward.register_fake

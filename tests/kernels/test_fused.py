@@ -189,3 +189,17 @@ def test_rope_rotates_and_gives_both_views_of_its_gradient(length, rotate):
 def test_a_shape_without_whole_tiles_is_one_clear_error(call):
     with pytest.raises(ValueError, match=r"got 40 tokens x 96 features; needed multiples of 32 and 128"):
         call(torch.zeros(40, 96, dtype=torch.bfloat16, device=DEVICE))
+
+
+def test_rope_tables_are_kept_but_not_confused() -> None:
+    cos, sin = torch.rand(2, 64, 64, device=DEVICE)
+    cos, sin = cos.clone(), sin.clone()
+    first = fused_rope.rope_table(cos, sin, planes=True)
+    assert fused_rope.rope_table(cos, sin, planes=True) is first
+    assert fused_rope.rope_table(cos, sin, planes=False).shape == (64, 32, 4)
+    assert torch.equal(fused_rope.rope_table(sin, cos, planes=True)[:, 0], sin[:, 0::2])
+    cos.add_(1.0)
+    assert torch.equal(fused_rope.rope_table(cos, sin, planes=True)[:, 1], cos[:, 1::2])
+    for length in (1, 2, 3, 4, 5):
+        fused_rope.rope_table(cos[:length], sin[:length], planes=True)
+    assert len(fused_rope._TABLES) == 4
