@@ -203,6 +203,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kills", type=int, default=3, help="interruptions of every route's broken run")
     parser.add_argument("--kinds", default=",".join(KINDS), help=f"of {', '.join(KINDS)}")
     parser.add_argument("--ranks", type=int, default=1, help="processes (GPUs) of each run, sharded")
+    parser.add_argument(
+        "--gather", default="fp32", choices=("fp32", "bf16"), help="train.gather of the study"
+    )
     parser.add_argument("--steps", type=int, help="default: enough for the interruptions")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--max-seconds", type=float, default=90.0)
@@ -230,6 +233,7 @@ def main(argv: list[str]) -> int:
     repeats = [] if options.no_repeat else _start_repeats(routes, options.device)
     with tempfile.TemporaryDirectory() as folder:
         whole = {"deterministic": not options.fast, "local_batch": 2 if options.ranks <= 2 else 1}
+        whole["gather"] = options.gather
         study = settings(options.device, steps=steps, **whole)
         bench = Bench(Path(folder), study, ranks=options.ranks)
         record["settings"] = study
@@ -238,13 +242,18 @@ def main(argv: list[str]) -> int:
     record["repeats"] = _finish_repeats(repeats, end - 2)
     write_json(options.out, record)
     print("written", options.out, flush=True)
-    return 0 if all(_passed(row) for row in record["rows"]) else 1
+    return 0 if all(map(_passed, record["rows"])) and all(map(_repeated, record["repeats"])) else 1
 
 
 def _passed(row: dict[str, Any]) -> bool:
     """Whether a route's run was interrupted at all and ended as the one that was left alone."""
     wanted = ("kills", "checkpoint_equal", "metrics_equal", "every_step_once")
     return "error" not in row and all(row.get(k) for k in wanted) and row.get("evaluation_equal", True)
+
+
+def _repeated(row: dict[str, Any]) -> bool:
+    """Whether a step was made twice, and to the same bits where that is promised."""
+    return "error" not in row and (row["gradients_equal"] or not row["deterministic"])
 
 
 def _device_name(device: str) -> str:

@@ -36,6 +36,15 @@ def words(x: Tensor) -> Tensor:
     return x.view(torch.int64 if x.dtype == torch.float32 else torch.int32)
 
 
+def pointer(t: Tensor | None, like: Tensor) -> Tensor:
+    """An int32 pointer to the first element of ``t`` whatever its strides; absent tensors lend ``like``'s."""
+    if t is None:
+        return like
+    if t.dtype in (torch.int32, torch.int64, torch.float32):
+        return t
+    return t.as_strided((1, 4 // t.element_size()), (4, 1)).view(torch.int32)
+
+
 def check_matrix(x: Tensor) -> None:
     """Raise ValueError unless x is a contiguous BF16 or FP32 matrix on a device the kernels run on."""
     if x.dim() != 2 or x.dtype not in (torch.bfloat16, torch.float32) or not x.is_contiguous():

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4core.kernels._launch import packed_instructions
+from fp4core.kernels._launch import packed_instructions, pointer
 from fp4core.kernels.device import (
     halves_max,
     high_f32,
@@ -31,7 +31,7 @@ from fp4core.kernels.device import (
     permute_bytes,
     reduce_max2,
 )
-from fp4core.kernels.fused_silu import check_shape, words
+from fp4core.kernels.fused_silu import check_shape
 from fp4core.kernels.mx import fp8_bytes, mx_constants, mx_round, mx_threshold
 from fp4core.kernels.producers import CARRIERS, View, rule
 from fp4core.kernels.views import column_mx, finish_column, finish_row, note_blocks, random_words, row_mx
@@ -261,15 +261,15 @@ def norm_forward(
     total = x if delta is None else torch.empty_like(x)
     rstd = x.new_empty(t, dtype=torch.float32)
     out = x.new_empty((t, hidden), dtype=torch.bfloat16 if view is None else CARRIERS[view.carrier])
-    base = words(x, x)
+    base = pointer(x, x)
     rows = 2
     norm_forward_kernel[(triton.cdiv(t, rows),)](
         base,
-        base if delta is None else words(delta, x),
+        base if delta is None else pointer(delta, x),
         _planes(weight),
-        words(total, x),
+        pointer(total, x),
         rstd,
-        words(out, x),
+        pointer(out, x),
         base if state is None else state,
         t,
         eps,
@@ -322,17 +322,17 @@ def norm_backward(
     col_out = None if col is None else x.new_empty((hidden, t), dtype=CARRIERS[col.carrier])
     partial = x.new_empty((t // 32, 2, hidden // 2), dtype=torch.float32)
     chunks = next(n for n in (4, 2, 1) if hidden % (128 * n) == 0)
-    base = words(x, x)
+    base = pointer(x, x)
     norm_backward_kernel[(t // 32,)](
-        words(dy, x),
+        pointer(dy, x),
         base,
-        base if g is None else words(g, x),
+        base if g is None else pointer(g, x),
         _planes(weight),
         rstd,
-        words(dx, x),
-        words(y_out, x),
-        base if row_out is None else words(row_out, x),
-        base if col_out is None else words(col_out, x),
+        pointer(dx, x),
+        pointer(y_out, x),
+        base if row_out is None else pointer(row_out, x),
+        base if col_out is None else pointer(col_out, x),
         partial,
         *(base if s is None else s for s in states),
         base if sr is None else sr[0],

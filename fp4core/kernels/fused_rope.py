@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4core.kernels._launch import packed_instructions
+from fp4core.kernels._launch import packed_instructions, pointer
 from fp4core.kernels.device import high_f32, low_f32, pack_rne
-from fp4core.kernels.fused_silu import groups_per_tile, words
+from fp4core.kernels.fused_silu import groups_per_tile
 from fp4core.kernels.mx import mul2
 from fp4core.kernels.producers import View, rule
 from fp4core.kernels.row_scale import token_scales
@@ -276,8 +276,14 @@ def check_rope(length: int, head_dim: int) -> None:
         )
 
 
-def _heads_per_program(heads: int) -> int:
-    return next(n for n in (8, 4, 2, 1) if heads % n == 0)
+# Programs that fill a Hopper GPU once: two of these kernels' fit on each of 132 multiprocessors.
+_PROGRAMS = 256
+
+
+def _heads_per_program(heads: int, tiles: int) -> int:
+    """As many as share a tile's rotations while the GPU has work: K and V of 8 heads are a quarter of Q."""
+    fitting = [n for n in (8, 4, 2, 1) if heads % n == 0]
+    return next((n for n in fitting if tiles * (heads // n) >= _PROGRAMS), 1)
 
 
 def rope_forward_(qkv: Tensor, heads: int, length: int, planes: Tensor) -> Tensor:
@@ -287,9 +293,11 @@ def rope_forward_(qkv: Tensor, heads: int, length: int, planes: Tensor) -> Tenso
     """
     check_rope(length, 128)
     t = qkv.shape[0]
-    g, per = groups_per_tile(length), _heads_per_program(heads)
-    rope_forward_kernel[(t // (32 * g) * (heads // per),)](
-        words(qkv, qkv),
+    g = groups_per_tile(length)
+    tiles = t // (32 * g)
+    per = _heads_per_program(heads, tiles)
+    rope_forward_kernel[(tiles * (heads // per),)](
+        pointer(qkv, qkv),
         planes,
         length,
         1,
@@ -335,14 +343,15 @@ def rope_backward(
     check_rope(length, head_dim)
     if d.stride(-1) != 1:
         d = d.contiguous()
-    g, per = groups_per_tile(length), _heads_per_program(heads)
-    base = words(d, d)
-    t = batch * length
-    rope_backward_kernel[(t // (32 * g) * (heads // per),)](
+    g, t = groups_per_tile(length), batch * length
+    tiles = t // (32 * g)
+    per = _heads_per_program(heads, tiles)
+    base = pointer(d, d)
+    rope_backward_kernel[(tiles * (heads // per),)](
         base,
         table,
-        words(row_out, d),
-        base if col_out is None else words(col_out, d),
+        pointer(row_out, d),
+        base if col_out is None else pointer(col_out, d),
         *(states or (base, base)),
         base if sr is None else sr[0],
         base if scales is None else scales,

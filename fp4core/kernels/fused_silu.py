@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4core.kernels._launch import packed_instructions
+from fp4core.kernels._launch import packed_instructions, pointer
 from fp4core.kernels.device import high_f32, low_f32, pack_rne, reduce_max2
 from fp4core.kernels.mx import mul2, mx_bounds, mx_constants, mx_round, mx_threshold
 from fp4core.kernels.producers import CARRIERS, View, rule
@@ -277,15 +277,6 @@ def _column(
         return finish_column(v, "e5m2", ASM)
 
 
-def words(t: Tensor | None, like: Tensor) -> Tensor:
-    """An int32 pointer to the first element of ``t`` whatever its strides; absent tensors lend ``like``'s."""
-    if t is None:
-        return like
-    if t.dtype in (torch.int32, torch.int64, torch.float32):
-        return t
-    return t.as_strided((1, 4 // t.element_size()), (4, 1)).view(torch.int32)
-
-
 def groups_per_tile(tokens: int) -> int:
     """Groups of 32 tokens in a tile: four, so that a column's store is 128 bytes long, where they divide."""
     return 4 if tokens % 128 == 0 else 1
@@ -309,12 +300,12 @@ def silu_forward(gate: Tensor, up: Tensor, view: View | None, state: Tensor | No
     check_shape("silu_forward", t, f)
     out = gate.new_empty((t, f), dtype=torch.bfloat16 if view is None else CARRIERS[view.carrier])
     g = groups_per_tile(t)
-    g_ptr = words(gate, gate)
+    g_ptr = pointer(gate, gate)
     silu_forward_kernel[(t // (32 * g) * (f // 128),)](
         g_ptr,
-        words(up, gate),
-        words(out, gate),
-        words(state, g_ptr),
+        pointer(up, gate),
+        pointer(out, gate),
+        pointer(state, g_ptr),
         1,
         F=f,
         GU=gate.stride(0) // 2,
@@ -357,12 +348,12 @@ def silu_backward(
         dh.new_empty((f, t), dtype=CARRIERS[h_col.carrier]),
     ]
     g = groups_per_tile(t)
-    base = words(dh, dh)
+    base = pointer(dh, dh)
     silu_backward_kernel[(t // (32 * g) * (f // 128),)](
         base,
-        words(gate, dh),
-        words(up, dh),
-        *(words(o, dh) for o in outs),
+        pointer(gate, dh),
+        pointer(up, dh),
+        *(pointer(o, dh) for o in outs),
         *states,
         base if sr is None else sr[0],
         0 if sr is None else sr[1],
@@ -405,14 +396,14 @@ def silu_gradients(
     dg, du = torch.empty_like(dh), torch.empty_like(dh)
     h = torch.empty_like(dh) if h_col is None else dh.new_empty((f, t), dtype=CARRIERS[h_col.carrier])
     g = groups_per_tile(t)
-    base = words(dh, dh)
+    base = pointer(dh, dh)
     silu_gradients_kernel[(t // (32 * g) * (f // 128),)](
         base,
-        words(gate, dh),
-        words(up, dh),
-        words(dg, dh),
-        words(du, dh),
-        words(h, dh),
+        pointer(gate, dh),
+        pointer(up, dh),
+        pointer(dg, dh),
+        pointer(du, dh),
+        pointer(h, dh),
         base if h_state is None else h_state,
         base if scales is None else scales,
         t,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp4core.kernels._launch import packed_instructions
+from fp4core.kernels._launch import packed_instructions, pointer
 from fp4core.kernels.device import duplicate, halves_max, magnitudes, max2
 from fp4core.kernels.mx import mul2
 
@@ -126,11 +126,6 @@ def unscale_kernel(x_ptr, scale_ptr, T, one, STRIDE: tl.constexpr, R: tl.constex
     tl.store(where, mul2(w, inverse(s) + tl.zeros_like(w), ASM), mask=real)
 
 
-def _pointer(x: Tensor) -> Tensor:
-    """An int32 pointer to a BF16 tensor's first element, whatever its strides."""
-    return x.as_strided((1, 2), (4, 1)).view(torch.int32)
-
-
 def row_scales(*grads: Tensor) -> Tensor:
     """Int32 [T]: per token the power of two, as BF16 in both halves, that makes its largest gradient 1 to 2.
 
@@ -148,7 +143,7 @@ def row_scales(*grads: Tensor) -> Tensor:
     out = torch.empty(batch * length, dtype=torch.int32, device=grads[0].device)
     rows = 16
     row_scales_kernel[(batch * length // rows,)](
-        *(_pointer(d) for d in three),
+        *(pointer(d, d) for d in three),
         out,
         length,
         *(n // 2 for d in three for n in d.stride()[:3]),

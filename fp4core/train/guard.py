@@ -15,7 +15,7 @@ from fp4core.ops import carrier
 from fp4core.ops.linear import resolve_backend
 
 # Steps after which the carrier plans forget what was seen before the last window of as many. A repeated step
-# is worth one contraction in BF16 for a thousand steps, so contractions do not return much sooner than that.
+# is worth one contraction in BF16 for 400 to 2000 steps (NOTES.md), so none returns much sooner than that.
 WINDOW = 500
 
 

@@ -133,9 +133,13 @@ def test_norm_backward_gives_gradients_and_every_view(tokens, features, h32):
 
 
 @pytest.mark.parametrize("length", [32] if interpreted() else [32, 128])
-@pytest.mark.parametrize("rotate", [True, False], ids=["rotated", "plain"])
-def test_rope_rotates_and_gives_both_views_of_its_gradient(length, rotate):
-    batch, heads = 2, 3
+@pytest.mark.parametrize(
+    "rotate, programs", [(True, 1), (False, 256)], ids=["rotated, 2 heads", "plain, 1 head"]
+)
+def test_rope_rotates_and_gives_both_views_of_its_gradient(length, rotate, programs, monkeypatch):
+    """With one head a program, and with several."""
+    monkeypatch.setattr(fused_rope, "_PROGRAMS", programs)
+    batch, heads = 2, 2
     angle = torch.rand(length, 64, generator=torch.Generator().manual_seed(7)) * 6
     cos, sin = angle.cos().to(DEVICE), angle.sin().to(DEVICE)
     planes = fused_rope.rope_table(cos, sin, planes=True)
