@@ -1,7 +1,7 @@
 """Ways to interrupt a run of the resume drill, and the run that suffers them.
 
     step         kill -9 at a random moment after the start has made a checkpoint of its own
-    write        kill -9 while a checkpoint is half on disk
+    write        kill -9 while a checkpoint is half on disk: the start's first, second or third
     async write  the same under asynchronous checkpoints
     sigterm      SIGTERM at a random moment: the run must write a checkpoint and exit with 75
     budget       a time limit of seconds: the same
@@ -90,6 +90,8 @@ class Broken:
         self.kind = self.waiting.pop(0) if takes else None
         self.known = self.bench.checkpoints("broken", self.route)
         self.scored = len(self.bench.records("broken", self.route))
+        # whole checkpoints of this start before the one whose writing is interrupted
+        self.after = self.rng.randrange(3)
         self.began, self.due = time.time(), None
         self.process = self._start()
 
@@ -106,7 +108,9 @@ class Broken:
         if self.kind == "evaluation" and len(self.bench.records("broken", self.route)) > self.scored:
             return True
         if self.kind in ("write", "async write"):
-            return any(self._is_new(path) for path in self.bench.half_written("broken", self.route))
+            whole = len(self.bench.checkpoints("broken", self.route) - self.known)
+            half = self.bench.half_written("broken", self.route)
+            return whole >= self.after and any(self._is_new(path) for path in half)
         if self.due is None and self.bench.checkpoints("broken", self.route) - self.known:
             self.due = time.time() + self.rng.uniform(0.0, _SPREAD)
         return self.due is not None and time.time() >= self.due
