@@ -1,7 +1,7 @@
 """Ways to interrupt a run of the resume drill, and the run that suffers them.
 
     step         kill -9 at a random moment after the start has made a checkpoint of its own
-    write        kill -9 while a checkpoint is half on disk: the start's first, second or third
+    write        kill -9 while a checkpoint is half on disk: the start's first, or one of the two after it
     async write  the same under asynchronous checkpoints
     sigterm      SIGTERM at a random moment: the run must write a checkpoint and exit with 75
     budget       a time limit of seconds: the same
@@ -91,9 +91,15 @@ class Broken:
         self.known = self.bench.checkpoints("broken", self.route)
         self.scored = len(self.bench.records("broken", self.route))
         # whole checkpoints of this start before the one whose writing is interrupted
-        self.after = self.rng.randrange(3)
+        self.after = min(self.rng.randrange(3), self._left() - 1)
         self.began, self.due = time.time(), None
         self.process = self._start()
+
+    def _left(self) -> int:
+        """Checkpoints that the run still has to write, at least 1."""
+        train = self.bench.study.train
+        newest = max((int(name.removeprefix("step-")) for name in self.known), default=0)
+        return max(1, (train.steps - newest) // train.checkpoint_every)
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self.trained:

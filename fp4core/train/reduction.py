@@ -3,12 +3,13 @@
     shard_r = Σ_m (1/W) · Σ_s FP32(gradient_{m,s})[rows of r]     s = 0 .. W-1: ranks, m: micro-steps
 
 The numbers are those of FSDP2's own reduction, which widens every gradient to FP32 first (BF16 values are
-exact there) and reduce-scatters: on two ranks the bits too, on more the terms are added in another order.
+exact there) and reduce-scatters: with two ranks and no replicas the bits too, otherwise to FP32 rounding, as
+terms are added in another order.
 What differs is what moves. FSDP2 copies the gradients of a module into one send buffer, receives a mean and
 adds it to what earlier micro-steps left, parameter by parameter. Here each rank's rows of a gradient are
 sent from where the backward pass wrote them, half the bytes of FP32, and one pass reads the parts and writes
-the sum. Nothing of it stands in the way of the backward pass; the last exchange of a micro-step runs beside
-the next one's forward pass.
+the sum. All of it runs beside the backward pass, which waits only for an exchange slower than the next two
+modules' work, and the last exchanges of a micro-step beside the next one's forward pass.
 
 It is a direct exchange: right where every pair of ranks has a link of its own (NVLink in one node). Between
 nodes a ring or tree sends each byte over the network once per node and not once per rank, so an engine takes
@@ -20,6 +21,7 @@ communication, and a hook takes each gradient when autograd has finished it.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from functools import partial
 from typing import Any
@@ -30,10 +32,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-# Parts begin at multiples of as many values, so that wide loads are aligned.
+# Received parts begin at multiples of as many values, so that wide loads of them are aligned.
 _ALIGN = 64
 # Exchanges whose gradients may be waiting: one moves while the next is being made.
 _IN_FLIGHT = 2
+# Modules of a forward pass after which the exchanges of the pass before are long done.
+_PASSED = 4
 
 
 class Exchange:
@@ -52,25 +56,44 @@ class Exchange:
         ]
         device = self._bundles[0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.waiting: deque[tuple[Any, Any]] = deque()
         self.first = self.last = True
-        self._passes = 0
+        self._waiting: deque[tuple[Any, Any]] = deque()
+        self._passes = self._entered = 0
 
     def begin(self, *, first: bool, last: bool) -> None:
         """A pass begins: the `first` of a step forgets earlier sums, the `last` one completes them."""
-        self.first, self.last = first, last
+        self.first, self.last, self._entered = first, last, 0
         self._passes = 1 if first else self._passes + 1
         if first:
             for bundle in self._bundles:
                 bundle.forget()
 
     def finish(self) -> None:
-        """Every parameter's `.grad` is the FP32 sum. RuntimeError when a pass left a parameter out."""
+        """Every parameter's `.grad` is the FP32 sum, until the next pass begins, which overwrites it.
+
+        RuntimeError when a pass left a parameter out.
+        """
         for bundle in self._bundles:
             bundle.give(self._passes)
         if self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
-        self.waiting.clear()
+        self._waiting.clear()
+
+    def keep(self, gradients: list[Tensor]) -> None:
+        """Keep what the side stream reads from now on, and let go of what it has read."""
+        self._waiting.append((self.stream.record_event(), gradients))
+        self._release(_IN_FLIGHT)
+
+    def entered(self) -> None:
+        """A module's forward pass begins."""
+        self._entered += 1
+        if self._entered == _PASSED:
+            self._release(0)
+
+    def _release(self, most: int) -> None:
+        while len(self._waiting) > most:
+            done, _ = self._waiting.popleft()
+            torch.cuda.current_stream().wait_event(done)
 
 
 class _Bundle:
@@ -93,7 +116,8 @@ class _Bundle:
                     "weights sharded by rows"
                 )
         self.device = own[0][2].to_local().device
-        self._sums: list[Tensor] | None = None
+        # kept for good, like the moments
+        self._sums = [torch.empty_like(shard.to_local()) for _, _, shard in own]
         self._hooked: list[nn.Parameter | None] = [None] * len(own)
         self._arrived: list[Tensor | None] = [None] * len(own)
         self._count = 0
@@ -104,7 +128,7 @@ class _Bundle:
         self._count, self._arrived = 0, [None] * len(self._own)
 
     def give(self, passes: int) -> None:
-        if self._count != passes or self._sums is None:
+        if self._count != passes:
             raise RuntimeError(
                 f"gradients of {', '.join(name for _, name, _ in self._own)}: got {self._count} exchanges in "
                 f"{passes} passes; every parameter needs a gradient in each pass, or set train.exchange false"
@@ -121,39 +145,34 @@ class _Bundle:
 
     def _watch(self, module: nn.Module, arguments: Any) -> None:
         """Have a hook on each gathered parameter that the forward pass is about to use."""
+        self._exchange.entered()
         for k, (owner, name, _) in enumerate(self._own):
             parameter = getattr(owner, name)
             if self._hooked[k] is not parameter:
-                parameter.register_post_accumulate_grad_hook(partial(self._take, k))
+                # a parameter and its hooks are nothing that the garbage collector sees through
+                parameter.register_post_accumulate_grad_hook(partial(_take, weakref.ref(self), k))
                 self._hooked[k] = parameter
 
-    def _take(self, k: int, parameter: nn.Parameter) -> None:
+    def take(self, k: int, parameter: nn.Parameter) -> None:
         self._arrived[k], parameter.grad = parameter.grad, None
         if all(gradient is not None for gradient in self._arrived):
             gradients, self._arrived = self._arrived, [None] * len(self._own)
             self._count += 1
             self._queue(gradients)
 
-    def _queue(self, gradients: list[Tensor | None]) -> None:
+    def _queue(self, gradients: list[Tensor]) -> None:
         """Exchange and sum on the side stream; the gradients are kept until that is done."""
-        stream, waiting = self._exchange.stream, self._exchange.waiting
+        stream = self._exchange.stream
         if stream is None:
             self._reduce(gradients)
             return
-        now = torch.cuda.current_stream()
-        stream.wait_stream(now)
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._reduce(gradients)
-            waiting.append((stream.record_event(), gradients))
-        while len(waiting) > _IN_FLIGHT:
-            done, _ = waiting.popleft()
-            now.wait_event(done)
+        self._exchange.keep(gradients)
 
     @torch.no_grad()
-    def _reduce(self, gradients: list[Tensor | None]) -> None:
-        if self._sums is None:
-            # kept for good, like the moments
-            self._sums = [torch.empty_like(shard.to_local()) for _, _, shard in self._own]
+    def _reduce(self, gradients: list[Tensor]) -> None:
         add = not self._exchange.first
         sizes = [total.numel() for total in self._sums]
         starts = [0]
@@ -183,6 +202,12 @@ class _Bundle:
         if self._exchange.last and self._replicas is not None:
             for total in self._sums:
                 dist.all_reduce(total, group=self._replicas)
+
+
+def _take(bundle: weakref.ref[_Bundle], k: int, parameter: nn.Parameter) -> None:
+    found = bundle()
+    if found is not None:
+        found.take(k, parameter)
 
 
 def _sum(own: Tensor, others: Tensor, rank: int, factor: float, total: Tensor, add: bool) -> None:

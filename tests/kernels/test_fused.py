@@ -133,9 +133,8 @@ def test_norm_backward_gives_gradients_and_every_view(tokens, features, h32):
 
 
 @pytest.mark.parametrize("length", [32] if interpreted() else [32, 128])
-@pytest.mark.parametrize(
-    "rotate, programs", [(True, 1), (False, 256)], ids=["rotated, 2 heads", "plain, 1 head"]
-)
+@pytest.mark.parametrize("programs", [1, 256], ids=["two heads", "one head"])
+@pytest.mark.parametrize("rotate", [True, False], ids=["rotated", "plain"])
 def test_rope_rotates_and_gives_both_views_of_its_gradient(length, rotate, programs, monkeypatch):
     """With one head a program, and with several."""
     monkeypatch.setattr(fused_rope, "_PROGRAMS", programs)

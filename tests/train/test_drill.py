@@ -40,6 +40,14 @@ def test_an_unknown_kind_is_named() -> None:
         drill.main(["--kinds", "step,power cut"])
 
 
+def test_a_step_made_again_may_differ_only_where_kernels_may() -> None:
+    same = {"gradients_equal": True, "deterministic": True}
+    assert drill._repeated(same)
+    assert drill._repeated({"gradients_equal": False, "deterministic": False})
+    assert not drill._repeated({**same, "gradients_equal": False})
+    assert not drill._repeated({"route": "bf16", "deterministic": True, "error": ["time limit"]})
+
+
 def test_a_drill_passes_only_when_it_interrupted_and_compared_everything() -> None:
     equal = {"checkpoint_equal": True, "metrics_equal": True, "every_step_once": True}
     good = {"kills": [{"kind": "step"}], **equal, "evaluation_equal": True}
