@@ -56,6 +56,7 @@ def _scale_table(constant: float, device: torch.device) -> Tensor:
     return (constant * torch.exp2(exponents)).to(torch.float32)[:, None].repeat(1, 16).to(device)
 
 
+@functools.lru_cache(maxsize=4096)
 def _scale(exponent: int, constant: float, device: torch.device) -> Tensor:
     return _scale_table(constant, device)[exponent - _LOW, :1]
 
