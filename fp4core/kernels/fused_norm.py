@@ -246,7 +246,7 @@ def norm_backward_kernel(
 def _planes(weight: Tensor) -> Tensor:
     """FP32 [2, HIDDEN / 2] of a norm's weight: even features, then odd."""
     out = torch.empty((2, weight.numel() // 2), dtype=torch.float32, device=weight.device)
-    return out.copy_(weight.detach().view(-1, 2).t())  # one kernel, where two calls would be two
+    return out.copy_(weight.detach().view(-1, 2).t())  # converted and transposed by one kernel
 
 
 def norm_forward(
@@ -265,7 +265,7 @@ def norm_forward(
     rows = 2
     norm_forward_kernel[(triton.cdiv(t, rows),)](
         base,
-        base if delta is None else pointer(delta, x),
+        pointer(delta, base),
         _planes(weight),
         pointer(total, x),
         rstd,
@@ -326,13 +326,13 @@ def norm_backward(
     norm_backward_kernel[(t // 32,)](
         pointer(dy, x),
         base,
-        base if g is None else pointer(g, x),
+        pointer(g, base),
         _planes(weight),
         rstd,
         pointer(dx, x),
         pointer(y_out, x),
-        base if row_out is None else pointer(row_out, x),
-        base if col_out is None else pointer(col_out, x),
+        pointer(row_out, base),
+        pointer(col_out, base),
         partial,
         *(base if s is None else s for s in states),
         base if sr is None else sr[0],

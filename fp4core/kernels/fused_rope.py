@@ -351,7 +351,7 @@ def rope_backward(
         base,
         table,
         pointer(row_out, d),
-        base if col_out is None else pointer(col_out, d),
+        pointer(col_out, base),
         *(states or (base, base)),
         base if sr is None else sr[0],
         base if scales is None else scales,

@@ -28,7 +28,7 @@ from fp4core import formats
 from fp4core.kernels import mx
 from fp4core.kernels._amax import chunk_amax, outer_scales
 from fp4core.kernels._dual import dual_kernel
-from fp4core.kernels._launch import GROUP, check_matrix, packed_instructions, padded, words
+from fp4core.kernels._launch import GROUP, check_matrix, packed_instructions, padded, pointer, words
 
 CARRIERS = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 STATE_WORDS = 4  # reference exponent, largest maximum, 0x8000 - smallest, misfits
@@ -260,8 +260,8 @@ def produce(
     none = words(xp)  # stands in for absent pointers
     dual_kernel[(triton.cdiv(mp, cut.tokens * cut.groups) * triton.cdiv(kp, 2 * cut.words),)](
         none,
-        none if row is None else _words(row_out),
-        none if col is None else _words(col_out),
+        pointer(row_out, none),
+        pointer(col_out, none),
         none if row_state is None else row_state,
         none if col_state is None else col_state,
         none if row_scaling is None else row_scaling.amax,
@@ -320,11 +320,6 @@ def _output(x: Tensor, view: View | None, shape: tuple[int, int], given: Tensor 
             f"{shape} of {CARRIERS[view.carrier]}, contiguous along its last axis"
         )
     return given
-
-
-def _words(out: Tensor) -> Tensor:
-    """The carrier's first element as an int32 pointer, whatever its strides."""
-    return out.as_strided((4 // out.element_size(),), (1,)).view(torch.int32)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 The numbers are those of FSDP2's own reduction, which widens every gradient to FP32 first (BF16 values are
 exact there) and reduce-scatters: with two ranks and no replicas the bits too, otherwise to FP32 rounding, as
 terms are added in another order.
+
 What differs is what moves. FSDP2 copies the gradients of a module into one send buffer, receives a mean and
 adds it to what earlier micro-steps left, parameter by parameter. Here each rank's rows of a gradient are
 sent from where the backward pass wrote them, half the bytes of FP32, and one pass reads the parts and writes
@@ -118,6 +119,11 @@ class _Bundle:
         self.device = own[0][2].to_local().device
         # kept for good, like the moments
         self._sums = [torch.empty_like(shard.to_local()) for _, _, shard in own]
+        self._sizes = [total.numel() for total in self._sums]
+        # places of the parameters' parts among those that a rank sends
+        self._starts = [0]
+        for size in self._sizes:
+            self._starts.append(self._starts[-1] + -(-size // _ALIGN) * _ALIGN)
         self._hooked: list[nn.Parameter | None] = [None] * len(own)
         self._arrived: list[Tensor | None] = [None] * len(own)
         self._count = 0
@@ -173,11 +179,7 @@ class _Bundle:
 
     @torch.no_grad()
     def _reduce(self, gradients: list[Tensor]) -> None:
-        add = not self._exchange.first
-        sizes = [total.numel() for total in self._sums]
-        starts = [0]
-        for size in sizes:
-            starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+        add, sizes, starts = not self._exchange.first, self._sizes, self._starts
         kind = gradients[0].dtype
         parts = torch.empty((self._ranks - 1, starts[-1]), dtype=kind, device=self.device)
         cut = [list(gradient.contiguous().chunk(self._ranks)) for gradient in gradients]
