@@ -164,14 +164,15 @@ def _store_views(
     VEC: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Both views of gradient words at (token, feature) of a matrix of N features.
+    """Both views of gradient words at (token, feature) of a matrix of N features; COL "none": the row view.
 
     The row view comes last, because only one of w and its scaled rows fits into the registers.
     """
-    c = finish_column(column_mx(w, col_state, RULE, COL, HADAMARD, ASM), COL, ASM)
-    PER_WORD: tl.constexpr = 2 if COL == "bf16" else 4
-    place = col_ptr + feature.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
-    store_columns(place, c, T // PER_WORD, False, 0, 0)
+    if COL != "none":
+        c = finish_column(column_mx(w, col_state, RULE, COL, HADAMARD, ASM), COL, ASM)
+        PER_WORD: tl.constexpr = 2 if COL == "bf16" else 4
+        place = col_ptr + feature.to(tl.int64) * (T // PER_WORD) + token // PER_WORD
+        store_columns(place, c, T // PER_WORD, False, 0, 0)
     if SCALED:
         w = mul2(w, token_scales(scale_ptr + token, w, one, PER_WORD=True), ASM)
     v = finish_row(row_mx(w, random, row_state, RULE, ROW, SR, ASM), ROW, ASM)
@@ -203,6 +204,7 @@ def rope_backward_kernel(
     PER_PROGRAM: tl.constexpr,
     ROTATE: tl.constexpr,
     SCALED: tl.constexpr,
+    OUTLIERS: tl.constexpr,
     RULE: tl.constexpr,
     ROW: tl.constexpr,
     SR: tl.constexpr,
@@ -215,9 +217,9 @@ def rope_backward_kernel(
     """Views of one gradient d (dQ, dK or dV) at row_ptr, N features per row, and at col_ptr [.., T].
 
     d has strides (BATCH_STRIDE, TOKEN_STRIDE, HEAD_STRIDE, 1), in words. RULE "none" stores the rotated
-    gradient itself to row_ptr [T, N]. SCALED: the row view is of rows times scale_ptr [T]. Random places are
-    those of d's own [T, 128 HEADS] matrix. A tile is a whole head, so that the views' code exists once; its
-    halves meet by an exchange between lanes.
+    gradient itself to row_ptr [T, N]. SCALED: the row view is of rows times scale_ptr [T]. OUTLIERS: of tiles
+    alone in which some scale is zero. Random places are those of d's own [T, 128 HEADS] matrix. A tile is a
+    whole head, so that the views' code exists once; its halves meet by an exchange between lanes.
     """
     GROUPS: tl.constexpr = HEADS // PER_PROGRAM
     pid = tl.program_id(0)
@@ -225,7 +227,12 @@ def rope_backward_kernel(
     head0 = (pid % GROUPS) * PER_PROGRAM
     position = token % S
     base = d_ptr + (token // S).to(tl.int64) * BATCH_STRIDE + position.to(tl.int64) * TOKEN_STRIDE
-    for i in range(PER_PROGRAM):
+    if OUTLIERS:
+        listed = tl.load(scale_ptr + token + tl.arange(0, 32 * G)) == 0
+        heads = PER_PROGRAM * tl.max(listed.to(tl.int32), 0)
+    else:
+        heads: tl.constexpr = PER_PROGRAM
+    for i in range(heads):
         head = head0 + i
         w = load_words(base + head.to(tl.int64) * HEAD_STRIDE, TOKEN_STRIDE, G, 64, VEC, one)
         if ROTATE:
@@ -324,6 +331,7 @@ def rope_backward(
     states: tuple[Tensor, Tensor] | None,
     sr: tuple[Tensor, int] | None,
     scales: Tensor | None = None,
+    outliers: bool = False,
 ) -> None:
     """Views of one gradient of attention's inputs into slices of the joint carriers.
 
@@ -331,13 +339,14 @@ def rope_backward(
         d: BF16 [B, heads, S, 128], any strides with the last axis contiguous.
         table: of ``rope_table(..., planes=False)``.
         rotate: True for dQ and dK.
-        row, col: views of one MX format; None writes the rotated gradient itself to ``row_out``.
+        row, col: views of one MX format; without both the rotated gradient itself goes to ``row_out``.
         row_out: [T, heads * 128] slice of the joint row carrier (or BF16 matrix) [T, N].
         col_out: [heads * 128, T] slice of the joint column carrier [N, T].
         states: int32 [4] of row and col.
         sr: random state and producer of the row view, for a stochastic ``row``.
         scales: int32 [T] of ``row_scales``: the row view is of each row times its scale. A rotation makes a
             value 1.42 times as large at most.
+        outliers: write only groups of tokens in which ``scales`` has a zero, and their rows unscaled.
     """
     batch, heads, length, head_dim = d.shape
     check_rope(length, head_dim)
@@ -366,11 +375,12 @@ def rope_backward(
         HEADS=heads,
         PER_PROGRAM=per,
         ROTATE=rotate,
-        SCALED=scales is not None,
+        SCALED=scales is not None and not outliers,
+        OUTLIERS=outliers,
         RULE="none" if row is None else rule(row.format),
         ROW="bf16" if row is None else row.carrier,
         SR=row is not None and row.rounding == "stochastic",
-        COL="bf16" if col is None else col.carrier,
+        COL="none" if col is None else col.carrier,
         HADAMARD="none" if col is None else col.hadamard,
         ASM=packed_instructions(d.device),
         G=g,

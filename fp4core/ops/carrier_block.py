@@ -203,8 +203,12 @@ def _backward(
     grads = attention_backward(
         dmixed.view(shape).transpose(1, 2), q, k, v, mixed.view(shape).transpose(1, 2), lse
     )
-    rows, cols, scales = rope_backward(qkv_group, grads, fused_rope.rope_table(cos, sin, planes=False), state)
-    dnormed = sum_of_products(rows, encode_weights(qkv_group, weights[:3]).columns)
+    table = fused_rope.rope_table(cos, sin, planes=False)
+    rows, cols, scales, outliers = rope_backward(qkv_group, grads, table, state)
+    columns = encode_weights(qkv_group, weights[:3]).columns
+    dnormed = sum_of_products(rows, columns)
+    if outliers is not None:
+        outliers.complete(dnormed, columns[0])
     dx, normed, _, _, dnorm1 = norm_backward(
         qkv_group, None, dnormed, x.reshape(-1, hidden), dstream, norms[0], rstd1, state, scales
     )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -28,7 +29,7 @@ from fp4core.kernels.producers import CARRIERS, View
 from fp4core.ops.carrier_encode import encode, encode_gradients, settled, view_of
 from fp4core.ops.carrier_gemm import Carrier
 from fp4core.ops.carrier_groups import Group
-from fp4core.ops.carrier_plan import DY_COL, DY_ROW, X_COL, X_ROW, constant_of, is_mx
+from fp4core.ops.carrier_plan import DY_COL, DY_ROW, WIDEST, X_COL, X_ROW, constant_of, is_mx
 
 _BF16 = torch.bfloat16
 Made = TypeVar("Made")
@@ -71,19 +72,24 @@ def _view(g: Group, view: int, fused: bool) -> View | None:
     return view_of(g, view) if fused else None
 
 
-def gradient_scales(g: Group, *grads: Tensor) -> Tensor | None:
+def _scales_gradients(g: Group) -> bool:
+    return _SCHEDULE[0] == "fused" and "dgrad" in g.plan.mx
+
+
+def gradient_scales(g: Group, *grads: Tensor, outliers: Tensor | None = None) -> Tensor | None:
     """Int32 [T] of ``row_scale.row_scales``, by which a group's row operand of gradients is scaled, or None.
 
     One reference then spans a token's own gradient instead of all tokens'; only FP8 carriers need one.
 
     Args:
         grads: the gradient [T, N], N a multiple of 128, or dQ, dK, dV [B, heads, S, 128].
+        outliers: list for tokens that no FP8 carrier holds beside the others.
     """
-    if _SCHEDULE[0] != "fused" or "dgrad" not in g.plan.mx:
+    if not _scales_gradients(g):
         return None
     if grads[0].dim() == 2:
         grads = (grads[0].unflatten(1, (-1, 128)).transpose(0, 1)[None],)
-    return row_scale.row_scales(*grads)
+    return row_scale.row_scales(*grads, outliers=outliers, widest=WIDEST)
 
 
 def norm_forward(
@@ -157,19 +163,46 @@ def norm_backward(
     return dx, y, row or [], col or [], dw
 
 
+@dataclass(frozen=True)
+class Outliers:
+    """Rows of a row operand that were set apart (``row_scale``), for the product that makes them.
+
+    Attributes:
+        listed: int32 [1 + n] of ``row_scale.outlier_list``.
+        rows: BF16 carrier [T, K], of which only the listed rows are filled; not scaled.
+        scales: int32 [T] of all rows, zero where listed until ``complete``.
+    """
+
+    listed: Tensor
+    rows: Carrier
+    scales: Tensor
+
+    def complete(self, product: Tensor, w: Carrier) -> None:
+        """Fill the listed rows of ``product`` [T, D], the other rows' A B^T with B ``w``; scales become 1."""
+        alpha = self.rows.constant * w.constant * 2.0**w.ref
+        row_scale.multiply_outliers(self.rows.data, w.data, alpha, self.listed, self.scales, product)
+
+
 def rope_backward(
     g: Group, grads: Sequence[Tensor], table: Tensor, state: Tensor
-) -> tuple[list[Carrier], list[Carrier], Tensor | None]:
+) -> tuple[list[Carrier], list[Carrier], Tensor | None, Outliers | None]:
     """Operands of (dQ, dK, dV) [B, heads, S, 128] rotated back, for the q, k, v group, and the row operand's
-    scales (``gradient_scales``), which the rows of dX come times until ``norm_backward`` takes them back."""
+    scales (``gradient_scales``), which the rows of dX come times until ``norm_backward`` takes them back.
+
+    Last the rows that are not in the row operand, where the plan sets some apart.
+    """
     t = grads[0].shape[0] * grads[0].shape[2]
     widths = [d.shape[1] * d.shape[3] for d in grads]
-    scales = gradient_scales(g, *grads)
 
-    def make() -> tuple[list[Carrier], list[Carrier]]:
-        row, col = view_of(g, DY_ROW), view_of(g, DY_COL)
-        rows = grads[0].new_empty((t, sum(widths)), dtype=CARRIERS[row.carrier])
-        cols = grads[0].new_empty((sum(widths), t), dtype=CARRIERS[col.carrier])
+    def views(
+        row: View,
+        col: View | None,
+        rows: Tensor,
+        cols: Tensor | None,
+        states: tuple[Tensor, Tensor],
+        scales: Tensor | None,
+        outliers: bool = False,
+    ) -> None:
         at = 0
         for i, (d, width) in enumerate(zip(grads, widths)):
             fused_rope.rope_backward(
@@ -179,22 +212,43 @@ def rope_backward(
                 row=row,
                 col=col,
                 row_out=rows[:, at : at + width],
-                col_out=cols[at : at + width],
-                states=(g.state[DY_ROW], g.state[DY_COL]),
+                col_out=None if cols is None else cols[at : at + width],
+                states=states,
                 sr=(state, g.producers[i] + DY_ROW) if row.rounding == "stochastic" else None,
                 scales=scales,
+                outliers=outliers,
             )
             at += width
-        return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)]
+
+    def set_apart(listed: Tensor, scales: Tensor) -> Outliers:
+        row = replace(view_of(g, DY_ROW), carrier="bf16")
+        rows = grads[0].new_empty((t, sum(widths)))
+        unused = torch.zeros(4, dtype=torch.int32, device=rows.device)  # reference 0; nothing fails to fit
+        views(row, None, rows, None, (unused, unused), scales, outliers=True)
+        return Outliers(listed, Carrier(rows, 0, constant_of(g.operands[DY_ROW])), scales)
+
+    def make() -> tuple[list[Carrier], list[Carrier], Tensor | None, Outliers | None]:
+        row, col = view_of(g, DY_ROW), view_of(g, DY_COL)
+        listed = None
+        if g.plan.set_apart and row.carrier != "bf16":
+            listed = row_scale.outlier_list(t, grads[0].device)
+        scales = gradient_scales(g, *grads, outliers=listed)
+        rows = grads[0].new_empty((t, sum(widths)), dtype=CARRIERS[row.carrier])
+        cols = grads[0].new_empty((sum(widths), t), dtype=CARRIERS[col.carrier])
+        views(row, col, rows, cols, (g.state[DY_ROW], g.state[DY_COL]), scales)
+        made = [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)], scales
+        return *made, None if listed is None else set_apart(listed, scales)
 
     if _mx_gradients(g, "fused", "single"):  # little arithmetic, so one kernel is the faster one here
-        return *settled(g, [DY_ROW, DY_COL], make), scales
+        g.plan.can_set_apart = _scales_gradients(g)
+        return settled(g, [DY_ROW, DY_COL], make)
+    scales = gradient_scales(g, *grads)
     flat = [d.new_empty((t, width)) for d, width in zip(grads, widths)]
     for i, (d, out) in enumerate(zip(grads, flat)):
         fused_rope.rope_backward(
             d, table, rotate=i < 2, row=None, col=None, row_out=out, col_out=None, states=None, sr=None
         )
-    return *encode_gradients(g, flat, state, True, True, scales), scales
+    return *encode_gradients(g, flat, state, True, True, scales), scales, None
 
 
 def silu_forward(g: Group, gate: Tensor, up: Tensor) -> Carrier:

@@ -36,6 +36,7 @@ from fp4core.ops import spec as specs
 from fp4core.ops.carrier_gemm import Carrier
 from fp4core.ops.carrier_plan import (
     CONTRACTIONS,
+    DY_ROW,
     RANGE,
     VIEW_NAMES,
     VIEWS,
@@ -240,6 +241,7 @@ class Group:
         return not bad
 
     def _adapt(self, spans: dict[int, tuple[int, int]]) -> None:
+        together = not self.plan.set_apart
         if not self.deferred:
             self.plan.adapt(spans)
         else:
@@ -249,6 +251,10 @@ class Group:
                     if view in spans and partner not in spans and partner in known:
                         self.plan.spans[partner] = known[partner]
             self.plan.adapt(spans, room=_ROOM)
+        if self.plan.set_apart and together:
+            # what was seen so far had the rows in it that are set apart from here on
+            table, row = _table(self.device), self.first + DY_ROW
+            table.now[row] = table.before[row] = 0
         self.note_limits()
 
     def limits(self) -> list[tuple[int, int]]:

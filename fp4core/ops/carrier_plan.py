@@ -29,6 +29,9 @@ from fp4core.recipe import LinearRecipe, Operand
 # Views of one group of linears; the first four numbers are also the last two bits of a producer id.
 DY_ROW, DY_COL, X_ROW, X_COL, W_ROW, W_COL = range(6)
 VIEWS = 6
+# Binades that a scaled row may span in an E5M2 carrier of 29 beside others: their largest blocks take two
+# steps, and a rotation may make a block smaller than it was when the row was looked at (``row_scale``).
+WIDEST = 24
 VIEW_NAMES = ("dy_row", "dy_col", "x_row", "x_col", "w_row", "w_col")
 
 # type -> smallest and largest k - ref whose block it holds exactly, smallest and largest ref the producers
@@ -121,6 +124,9 @@ class Plan:
         spans: view -> (smallest, largest) block exponent that the plan was last adapted to; None before.
         mx: contractions whose two operands are MX, the only ones that may use FP8.
         fallbacks: how often a contraction left its preferred types, by contraction.
+        can_set_apart: whether the producer of dY's row view can set rows apart that are too wide
+            (``row_scale``).
+        set_apart: whether it does; then those rows are in no span.
     """
 
     kinds: list[str]
@@ -128,6 +134,8 @@ class Plan:
     mx: frozenset[str]
     spans: list[tuple[int, int] | None] = field(default_factory=lambda: [None] * VIEWS)
     fallbacks: dict[str, int] = field(default_factory=dict)
+    can_set_apart: bool = False
+    set_apart: bool = False
 
     @classmethod
     def of(cls, recipe: LinearRecipe, *, fp8: bool) -> Plan:
@@ -154,7 +162,7 @@ class Plan:
         """
         for view, span in seen.items():
             self.spans[view] = span
-        changed = []
+        changed = self._set_apart(seen, room)
         for name in sorted(self.mx):
             a, b, preferred = CONTRACTIONS[name]
             before = (self.kinds[a], self.kinds[b])
@@ -175,6 +183,17 @@ class Plan:
                 if self.spans[view] is not None:
                     self.refs[view] = reference(self.kinds[view], self.spans[view])
         return changed
+
+    def _set_apart(self, seen: dict[int, tuple[int, int]], room: int) -> list[str]:
+        """Begin to set rows of dY apart where they are what does not fit; the span is then of the others."""
+        span, kind = seen.get(DY_ROW), self.kinds[DY_ROW]
+        if span is None or kind != "e5m2" or self.set_apart or not self.can_set_apart:
+            return []
+        if fits(kind, span, room):
+            return []
+        self.set_apart = True
+        self.spans[DY_ROW] = (max(span[0], span[1] - WIDEST - 1), span[1])
+        return [f"dgrad: dy_row spans {width(span)} scale steps, rows too wide for {kind} are set apart"]
 
     def recover(self, seen: dict[int, tuple[int, int]], rooms: tuple[int, int]) -> bool:
         """Go back to faster types where these spans leave the operands their rooms; whether any changed."""

@@ -68,6 +68,7 @@ class CarrierGuard:
                 "spans": list(g.plan.spans),
                 "calibrated": list(g.calibrated),
                 "fallbacks": dict(g.plan.fallbacks),
+                "set_apart": g.plan.set_apart,
                 "window": g.window(),
             }
             for g in carrier_groups.groups(self._model)
@@ -87,7 +88,9 @@ class CarrierGuard:
             g.plan.kinds, g.plan.refs = list(entry["kinds"]), list(entry["refs"])
             g.plan.spans = [None if span is None else tuple(span) for span in entry["spans"]]
             g.plan.fallbacks, g.calibrated = dict(entry["fallbacks"]), list(entry["calibrated"])
-            if "window" in entry:  # checkpoints of earlier versions have none
+            # checkpoints of earlier versions have neither
+            g.plan.set_apart = entry.get("set_apart", False)
+            if "window" in entry:
                 g.set_window(entry["window"])
             g.resume()
 

@@ -108,6 +108,10 @@ def steps(route: str) -> None:
                 left, right, _ = CONTRACTIONS[name]
                 group.plan.kinds[left], group.plan.kinds[right] = types[name]
 
+    def set_apart(rows: bool) -> None:
+        for group in carrier_groups.groups(model):
+            group.plan.set_apart = rows
+
     for block in (model.model.layers[0], model.model.layers[-1]):
         layers = (block.self_attn.q_proj, block.mlp.down_proj)
         step(block)  # makes the groups
@@ -119,6 +123,9 @@ def steps(route: str) -> None:
             for name in carrier_boundary.SCHEDULES:
                 with carrier_boundary.schedule(name):
                     step(block)
+            set_apart(True)
+            step(block)
+            set_apart(False)
             for fprop in TYPES:  # in a layer those of an activation and of a weight do so too
                 plan({"fprop": fprop})
                 for layer in layers:

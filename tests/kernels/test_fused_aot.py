@@ -20,13 +20,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-FLOATS = {"factor", "mean_ptr", "weight_ptr", "rstd_ptr", "dw_ptr", "planes_ptr", "table_ptr", "eps"}
+FLOATS = {"alpha", "factor", "mean_ptr", "weight_ptr", "rstd_ptr", "dw_ptr", "planes_ptr", "table_ptr", "eps"}
+TYPES = {"sr_ptr": "i64", "w_ptr": "fp8e4nv"} | dict.fromkeys(("parts_ptr", "rows_ptr", "out_ptr"), "bf16")
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 for case, module, name, constants in json.loads(sys.argv[1]):
     kernel = getattr(importlib.import_module("fp4core.kernels." + module), name)
     signature = {}
     for argument in kernel.arg_names:
-        base = {"sr_ptr": "i64", "parts_ptr": "bf16"}.get(argument, "fp32" if argument in FLOATS else "i32")
+        base = TYPES.get(argument, "fp32" if argument in FLOATS else "i32")
         pointer = argument.endswith(("ptr", "state"))
         signature[argument] = "constexpr" if argument in constants else "*" * pointer + base
     attributes = {
@@ -62,7 +63,10 @@ PLAIN = {"RULE": "none", "ROW": "bf16", "SR": False, "COL": "bf16", "HADAMARD": 
 VIEWS = {"ROW": "e5m2", "SR": True, "COL": "e5m2"} | MX
 SILU = {"F": 14336, "GU": 14336} | TILE
 ROPE = {"TOKEN_STRIDE": 2048, "N": 4096, "HEADS": 32, "PER_PROGRAM": 8, "ROTATE": True, "ASM": True, "G": 4}
+ROPE |= {"OUTLIERS": False}
 SCALED, PLAIN_ROWS = {"SCALED": True}, {"SCALED": False, "VEC": 2}
+ROW_SCALES = {"HEADS": 32, "KV_HEADS": 8, "R": 16, "ASM": True, "WIDEST": 24}
+OUTLIERS = {"OUTLIERS": True, "ROW": "bf16", "COL": "none"}
 CASES = [
     ("scaled sum", "scaled_sum", "scaled_sum_kernel", {"RANK": 1, "W": 2, "ADD": True, "BLOCK": 4096}),
     ("silu forward", "fused_silu", "silu_forward_kernel", SILU | MX | {"CARRIER": "e5m2"}),
@@ -99,7 +103,20 @@ CASES = [
         "norm_backward_kernel",
         NORM | PLAIN | {"Y_HADAMARD": "none"} | SCALED,
     ),
-    ("row scales", "row_scale", "row_scales_kernel", {"HEADS": 32, "KV_HEADS": 8, "R": 16, "ASM": True}),
+    ("row scales", "row_scale", "row_scales_kernel", ROW_SCALES | {"CAPACITY": 0}),
+    ("row scales with outliers", "row_scale", "row_scales_kernel", ROW_SCALES | {"CAPACITY": 1024}),
+    (
+        "products of outliers",
+        "row_scale",
+        "outlier_gemm_kernel",
+        {"K": 6144, "D": 4096, "CAPACITY": 1024, "M": 64, "N": 32, "STEP": 128},
+    ),
+    (
+        "rope single of outliers",
+        "fused_rope",
+        "rope_backward_kernel",
+        ROPE | VIEWS | H32 | PLAIN_ROWS | OUTLIERS,
+    ),
     ("rope backward", "fused_rope", "rope_backward_kernel", ROPE | PLAIN | PLAIN_ROWS),
     ("rope single unscaled", "fused_rope", "rope_backward_kernel", ROPE | VIEWS | H32 | PLAIN_ROWS),
     ("rope single", "fused_rope", "rope_backward_kernel", ROPE | VIEWS | H32 | SCALED | {"VEC": 2}),
@@ -116,7 +133,9 @@ def test_fused_kernels_compile_for_hopper() -> None:
     made = [json.loads(line) for line in done.stdout.splitlines()]
     assert [m[0] for m in made] == [c[0] for c in CASES]
     for case, registers, stack, length, shared in made:
-        assert registers <= 255 and shared <= 64 * 1024, case
+        # a product has its operands there, two programs of it to a multiprocessor
+        most = 113 if case.startswith("products") else 64
+        assert registers <= 255 and shared <= most * 1024, case
         # beyond 8000 instructions (128 KB) a kernel falls out of the instruction cache
         assert length < 8000, (case, length)
         if "single" not in case and not case.startswith("norm backward"):

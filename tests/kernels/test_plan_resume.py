@@ -50,6 +50,7 @@ def test_plans_survive_a_restart() -> None:
     # a contraction that fell back to BF16 stays there; a fresh plan would begin in FP8 and sum otherwise
     group = carrier_groups.groups(one.model)[0]
     group.plan.kinds[0] = group.plan.kinds[5] = "bf16"
+    carrier_groups.groups(one.model)[1].plan.set_apart = True
     kept = json.loads(json.dumps(one.extra_state()))
     weights = {name: value.clone() for name, value in one.model.state_dict().items()}
     moments = {
@@ -68,6 +69,7 @@ def test_plans_survive_a_restart() -> None:
             two.optimizer.state[p][key].copy_(value)
     two.resume(2, kept)
     assert carrier_groups.groups(two.model)[0].plan.kinds[0] == "bf16"
+    assert [g.plan.set_apart for g in carrier_groups.groups(two.model)] == [False, True, False, False]
     assert two.step(3) == expected
     assert all(torch.equal(a, b) for a, b in zip(after, two.model.parameters(), strict=True))
     assert two.extra_state() == plans
