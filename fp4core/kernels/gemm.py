@@ -2,7 +2,7 @@
 
     C [M, N] = alpha alpha_i beta_j  sum_k A [i, k] B [j, k]
 
-- ``fp8_gemm``: E5M2 x E4M3 (either way) or E4M3 x E4M3 by ``torch._scaled_mm`` with full accumulation; E5M2 x
+- ``fp8_gemm``: E5M2 x E4M3 (either way) or E4M3 x E4M3 by cuBLASLt with full accumulation; E5M2 x
   E5M2, which cuBLAS refuses, by the Triton kernel here.
 - ``bf16_gemm``: cuBLAS with the factor on the device where it is one number; the Triton kernel where outer
   scales belong to stripes of 256 rows (CTA-local formats), because cuBLAS has no such epilogue.
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp4core.kernels import _cublas
+from fp4core.kernels import _cublas, _cublaslt
 from fp4core.kernels._launch import interpreted
 
 STRIPE = 256
@@ -303,6 +303,9 @@ def fp8_gemm(
     if a.dtype == b.dtype == torch.float8_e5m2 or interpreted():
         out = _output(a, b, dtype, out)
         return triton_gemm(a, b, scale_a * scale_b, _one(a.device), _one(a.device), out)
+    out = _output(a, b, dtype, out)
+    if _cublaslt.product(a, b, scale_a, scale_b, out):
+        return out
     return torch._scaled_mm(
         a,
         b.t(),
