@@ -9,6 +9,11 @@ Tokens: t_i = successor(x_(i-1)) with probability 1/2, else x_i, where x is draw
 symbols spread over the vocabulary and successor is a fixed permutation of them. A model that trains first
 learns the unigrams, then the pairs, so its loss falls within a few steps.
 
+A step's seconds are from the end of the step before it to its own, of the slowest rank: the moments at which
+the host has seen that gradients are exact and finite. The GPU's queue is drained once before the first step
+and after the last, not between them, as in training: the update of a step is made in the next one's time, and
+none in the first.
+
 Rank 0 rewrites OUT after every step: a run that is cut short leaves what it has.
 """
 
@@ -200,17 +205,17 @@ def _measure(
     say(f"{record['parameters']:,} parameters, {_memory(world)['memory_gib']:.1f} GiB")
     rows: list[dict[str, Any]] = []
     slowest = 0.0
+    _settle(world)
+    ended = time.perf_counter()
     for step in range(1, job.steps + 1):
         late = deadline is not None and time.time() + 1.5 * slowest > deadline
         if world.reduce(float(late), op="max")[0]:
             record["stopped"] = f"no time left for step {step}"
             say(record["stopped"])
             break
-        _settle(world)
-        start = time.perf_counter()
         result = engine.step(step)
-        _settle(world)
-        seconds = world.reduce(time.perf_counter() - start, op="max")[0]
+        start, ended = ended, time.perf_counter()
+        seconds = world.reduce(ended - start, op="max")[0]
         slowest = seconds if step > 1 else 0.0
         row = {
             "step": step,
@@ -232,6 +237,7 @@ def _measure(
         record |= memory | {"steps": rows} | _rates(rows, job, engine, world)
         if world.first:
             write_json(out, record)
+    _settle(world)
     record["done"] = len(rows) == job.steps
     if job.profile and record["done"]:
         record["profile"] = _profile(engine, job.steps + 1, world)

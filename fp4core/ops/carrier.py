@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 if TYPE_CHECKING:
-    from fp4core.ops.carrier_groups import Group, Misfit
+    from fp4core.ops.carrier_groups import Group, Misfit, Reading
 
 _GROUPS = "fp4core.ops.carrier_groups"
 _ENCODE = "fp4core.ops.carrier_encode"
@@ -52,6 +52,16 @@ def misfits(model: nn.Module) -> list[Misfit]:
     """
     found = _groups(model)
     return sys.modules[_GROUPS].read(found) if found else []
+
+
+def reading(model: nn.Module) -> Reading | None:
+    """``misfits`` in two parts, for a caller that lets the device go on meanwhile; None without encodings.
+
+    Queues a copy of the counts and their verdict on the device, ``flag``. ``misfits()`` of what is returned
+    then waits for that copy, not for what was queued after it; it must come before the next forward pass.
+    """
+    found = _groups(model)
+    return sys.modules[_GROUPS].Reading(found) if found else None
 
 
 def encode_weights(model: nn.Module) -> None:

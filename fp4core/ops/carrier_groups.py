@@ -48,6 +48,7 @@ from fp4core.ops.carrier_plan import (
     operands,
     union,
 )
+from fp4core.ops.host_copy import HostCopy, to_device
 from fp4core.recipe import LinearRecipe, Operand
 
 _STATES = 4096  # views per device table; 682 groups
@@ -378,6 +379,39 @@ class Misfit:
     view: str
 
 
+class Reading:
+    """The groups' states of this moment, one copy per device on its way to the host.
+
+    Nothing is waited for until ``misfits``, and that waits for the copies alone.
+
+    Attributes:
+        flag: 0-dim bool on the (first) device, True when some block did not fit its carrier.
+    """
+
+    def __init__(self, found: list[Group]) -> None:
+        """ValueError without groups."""
+        if not found:
+            raise ValueError("carrier: got no groups to read")
+        self._parts: list[tuple[torch.device, list[Group], Tensor, HostCopy]] = []
+        flags = []
+        for device in dict.fromkeys(g.device for g in found):
+            table = _table(device)
+            mine = sorted((g for g in found if g.device == device), key=lambda g: g.first)
+            places = torch.tensor([g.first + v for g in mine for v in range(VIEWS)])
+            rows = table.data[: table.used]
+            # a group of another model may have counts that nobody has read
+            asked = rows if len(places) == table.used else rows[to_device(places, device)]
+            flags.append((asked[:, 3] > 0).any())
+            self._parts.append((device, mine, places, HostCopy(asked)))
+        self.flag = flags[0]
+        for other in flags[1:]:
+            self.flag = self.flag | other.to(self.flag.device)
+
+    def misfits(self) -> list[Misfit]:
+        """What did not fit; call it once, after which the counts begin anew: see ``read``."""
+        return [m for device, mine, places, copy in self._parts for m in _take(device, mine, places, copy)]
+
+
 def read(found: list[Group]) -> list[Misfit]:
     """Read the groups' states in one copy per device, move references with little room, start new counts.
 
@@ -385,42 +419,44 @@ def read(found: list[Group]) -> list[Misfit]:
     worthless, extremes included. So a misfit moves no plan here: the groups check every tensor of the
     repeated step at once, where each is judged by exact data, and one repetition suffices.
 
-    The device waits for this, so the usual case is short: when every block fitted with room to spare, the
-    window takes the extremes, counts are cleared and nothing else happens.
+    The device may have no work meanwhile, so the usual case is short: when every block fitted with room to
+    spare, the window takes the extremes, counts are cleared and nothing else happens. What is written to the
+    device is queued there, not waited for.
     """
+    return Reading(found).misfits() if found else []
+
+
+def _take(device: torch.device, mine: list[Group], places: Tensor, copy: HostCopy) -> list[Misfit]:
+    """The host's part of ``read`` for one device: ``copy`` is of ``mine``'s rows, which are ``places``."""
     report: list[Misfit] = []
-    for device in {g.device for g in found}:
-        table = _table(device)
-        mine = sorted((g for g in found if g.device == device), key=lambda g: g.first)
-        places = torch.tensor([g.first + v for g in mine for v in range(VIEWS)])
-        rows = table.data[: table.used].to("cpu", copy=True)[places]  # of the groups asked for, view by view
-        misfit = bool((rows[:, 3] > 0).any())
-        crowded = []
-        for g in mine:
-            g.recheck = misfit
-        if misfit:
-            bad = [(mine[i // VIEWS], i % VIEWS) for i in rows[:, 3].nonzero().flatten().tolist()]
-            for g in {g for g, v in bad if v in (W_ROW, W_COL)}:
-                g.drop_weights()  # its encodings are what did not fit
-            bad[0][0].replays += 1
-            report += [Misfit(g.producers, VIEW_NAMES[v]) for g, v in bad]
-        else:
-            table.now[places] = torch.maximum(table.now[places], rows[:, 1:3])
-            tight = (rows[:, 1:3] > table.limits[places]).any(1).view(-1, VIEWS).any(1)
-            crowded = tight.nonzero().flatten().tolist()
-        for i in crowded:
-            g = mine[i]
-            seen = g.spans(rows[i * VIEWS : (i + 1) * VIEWS].tolist(), range(VIEWS))[0]
-            recent = g.recent()
-            # nothing has failed to fit, so the past alone widens no type
-            g.plan.adapt({v: recent[v] if fits(g.plan.kinds[v], recent[v]) else s for v, s in seen.items()})
-            g.note_limits()
-        refs = torch.tensor([r for g in mine for r in g.plan.refs], dtype=torch.int32)
-        if len(places) == table.used and torch.equal(refs, rows[:, 0]):
-            table.data[: table.used, 1:].zero_()
-        else:
-            fresh = torch.nn.functional.pad(refs[:, None], (0, 3))
-            table.data.index_copy_(0, places.to(device), fresh.to(device))
+    table, rows = _table(device), copy.wait()[0]
+    misfit = bool((rows[:, 3] > 0).any())
+    crowded = []
+    for g in mine:
+        g.recheck = misfit
+    if misfit:
+        bad = [(mine[i // VIEWS], i % VIEWS) for i in rows[:, 3].nonzero().flatten().tolist()]
+        for g in {g for g, v in bad if v in (W_ROW, W_COL)}:
+            g.drop_weights()  # its encodings are what did not fit
+        bad[0][0].replays += 1
+        report += [Misfit(g.producers, VIEW_NAMES[v]) for g, v in bad]
+    else:
+        table.now[places] = torch.maximum(table.now[places], rows[:, 1:3])
+        tight = (rows[:, 1:3] > table.limits[places]).any(1).view(-1, VIEWS).any(1)
+        crowded = tight.nonzero().flatten().tolist()
+    for i in crowded:
+        g = mine[i]
+        seen = g.spans(rows[i * VIEWS : (i + 1) * VIEWS].tolist(), range(VIEWS))[0]
+        recent = g.recent()
+        # nothing has failed to fit, so the past alone widens no type
+        g.plan.adapt({v: recent[v] if fits(g.plan.kinds[v], recent[v]) else s for v, s in seen.items()})
+        g.note_limits()
+    refs = torch.tensor([r for g in mine for r in g.plan.refs], dtype=torch.int32)
+    if len(places) == table.used and torch.equal(refs, rows[:, 0]):
+        table.data[: table.used, 1:].zero_()
+    else:
+        fresh = torch.nn.functional.pad(refs[:, None], (0, 3))
+        table.data.index_copy_(0, to_device(places, device), to_device(fresh, device))
     return report
 
 

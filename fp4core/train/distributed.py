@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .errors import StopEarly
 
@@ -57,12 +57,26 @@ class World:
         group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         return World(self.rank, self.size, torch.device("cpu"), group)
 
+    def add(self, tensor: Tensor) -> Tensor:
+        """Sum of a tensor of the device over the ranks, in place; queued, the host waits for nothing."""
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def _crossing(self) -> torch.device:
+        """Where numbers of the host cross: beside the device's queue, where the group has a backend for it.
+
+        On the device they would wait for all that is queued there.
+        """
+        beside = "cpu:" in dist.get_backend_config(self.group)
+        return torch.device("cpu") if beside else self.device
+
     def reduce(self, *values: float, op: str = "sum") -> list[float]:
-        """Sum or maximum of each value over the ranks, in FP64."""
+        """Sum or maximum of each of the host's values over the ranks, in FP64."""
         if self.size == 1:
             return list(values)
         kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self._crossing())
         dist.all_reduce(tensor, kinds[op], group=self.group)
         return tensor.tolist()
 
@@ -70,12 +84,13 @@ class World:
         """The JSON record of every rank, in rank order, on every rank."""
         if self.size == 1:
             return [record]
-        payload = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
+        device = self._crossing()
+        payload = torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8, device=device)
+        length = torch.tensor([len(payload)], dtype=torch.int64, device=device)
         lengths = [torch.zeros_like(length) for _ in range(self.size)]
         dist.all_gather(lengths, length, group=self.group)
         longest = max(int(n) for n in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=self.device)
+        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
         padded[: len(payload)] = payload
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.group)

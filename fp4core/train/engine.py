@@ -23,12 +23,21 @@ from torch import nn
 import fp4core
 from fp4core.model.build import build_model, materialise
 from fp4core.ops.held import held_amax
+from fp4core.ops.host_copy import HostCopy
 from fp4core.recipe import Recipe, Study
 
 from .distributed import World, exchange_gradients, keep_gathered, shard
 from .errors import RunError
 from .guard import step_guard
-from .optim import clip_gradients, learning_rate, make_optimizer, set_learning_rate, set_progress, update
+from .optim import (
+    clip_gradients,
+    gradient_norm,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+    set_progress,
+    update,
+)
 from .shards import TokenStream
 
 
@@ -167,37 +176,54 @@ class Engine:
             yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), row * train.sequence
 
     def step(self, step: int) -> StepResult:
-        """Make update `step`. The weights are left alone when loss or gradient norm is not finite."""
-        train = self.study.train
-        lr = learning_rate(step, peak=train.lr, warmup=train.warmup)
-        total, replayed = self._exact_gradients(step)
-        loss = self.world.reduce(total)[0] / self.tokens_per_step
-        norm = clip_gradients(self.model, train.clip)
-        result = StepResult(loss, norm, lr, replayed)
-        if result.finite:
-            set_learning_rate(self.optimizer, lr)
-            update(self.optimizer)
-        return result
+        """Make update `step`. The weights are left alone when loss or gradient norm is not finite.
 
-    def _exact_gradients(self, step: int) -> tuple[float, bool]:
+        The host waits for the device once, while that has the update still to make, and goes on to the next
+        step then: on return the update may be in the device's queue.
+        """
+        lr = learning_rate(step, peak=self.study.train.lr, warmup=self.study.train.warmup)
+        set_learning_rate(self.optimizer, lr)
+        loss, norm, replayed = self._exact_gradients(step, update_weights=True)
+        return StepResult(loss, norm, lr, replayed)
+
+    def _exact_gradients(self, step: int, *, update_weights: bool = False) -> tuple[float, float, bool]:
         """Gradients of `step`, made again while the backend finds that a tensor did not fit its carrier.
 
-        The only place between backward and the optimizer: a guard that fails on any rank repeats on all.
+        A guard that fails on any rank repeats on all. With `update_weights` gradients are clipped and every
+        attempt's update is queued, for the device to skip where that attempt was not exact or not finite.
+
+        Returns: mean loss, gradient norm before clipping, whether the step was made again.
         """
-        if self.guard is None:
-            return self.gradients(step), False
-        for attempt in range(self.guard.attempts):
-            self.guard.begin(step, attempt)
-            total = self.gradients(step)
-            if not self.world.reduce(float(not self.guard.exact()), op="max")[0]:
-                return total, attempt > 0
+        guard = self.guard
+        for attempt in range(1 if guard is None else guard.attempts):
+            if guard is not None:
+                guard.begin(step, attempt)
+            total = self.gradients(step).double()
+            flag = None if guard is None else guard.flag()
+            flag = torch.zeros_like(total) if flag is None else flag.to(total)
+            told = self.world.add(torch.stack((total, flag)))
+            norm = gradient_norm(self.model)
+            seen = HostCopy(torch.cat((told, norm.to(told)[None])))
+            if update_weights:
+                good = told.isfinite().all() & norm.isfinite() & (told[1] == 0)
+                clip_gradients(self.model, self.study.train.clip, norm)
+                update(self.optimizer, skip=(~good).float())
+            loss, misfits, size = seen.wait()[0].tolist()
+            fitted = guard is None or guard.exact()
+            if not misfits:
+                if not fitted:
+                    raise RuntimeError(f"step {step}: not exact, but the guard's flag let the update pass")
+                return loss / self.tokens_per_step, size, attempt > 0
         raise RunError(
-            f"step {step} was not exact after {self.guard.attempts} attempts; train with backend: reference "
+            f"step {step} was not exact after {guard.attempts} attempts; train with backend: reference "
             "and report the route and the checkpoint"
         )
 
-    def gradients(self, step: int) -> float:
-        """Fill every .grad with the gradient of `step`; returns this rank's summed per-token loss."""
+    def gradients(self, step: int) -> torch.Tensor:
+        """Fill every .grad with the gradient of `step`.
+
+        Returns this rank's summed per-token loss, 0-dim FP64 on the device: nothing has waited for it.
+        """
         self.optimizer.zero_grad(set_to_none=True)
         # FSDP2 averages over ranks, so each rank's share is scaled up by their number
         scale = self.world.size / self.tokens_per_step
@@ -217,7 +243,7 @@ class Engine:
             self.exchange.finish()
         if self.amax is not None:
             self.amax.finish(lambda values: self.world.reduce(*values, op="max"))
-        return float(total)
+        return total
 
 
 def order_seed(data_seed: int, run_seed: int) -> int:

@@ -3,16 +3,22 @@
 A backend that keeps operands in a carrier narrower than they need counts on the device what did not fit, and
 says so once per step. The step's gradients are then thrown away and made again; stochastic rounding draws the
 same bits, so nothing but time is lost.
+
+The optimizer is launched before the host knows: the device has the verdict first, as a flag by which it
+leaves the weights alone.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from fp4core.ops import carrier
 from fp4core.ops.linear import resolve_backend
+
+if TYPE_CHECKING:
+    from fp4core.ops.carrier_groups import Reading
 
 # Steps after which the carrier plans forget what was seen before the last window of as many. A repeated step
 # is worth one contraction in BF16 for 400 to 2000 steps (NOTES.md), so none returns much sooner than that.
@@ -20,14 +26,18 @@ WINDOW = 500
 
 
 class StepGuard(Protocol):
-    """`begin` stands before every attempt (0, 1, ...) at a step, `exact` after its backward pass.
+    """`begin` stands before every attempt (0, 1, ...) at a step, `flag` and then `exact` after its backward.
 
-    When `exact` is False the step is made again, `attempts` times in all.
+    `flag` queues the check and waits for nothing: 0-dim on the device, nonzero when a tensor of this rank did
+    not fit its carrier; None when nothing is checked. `exact` says the same on the host, once per attempt: it
+    waits for no more than the check and prepares the next attempt or step. When it is False on some rank the
+    step is made again, `attempts` times in all.
     """
 
     attempts: int
 
     def begin(self, step: int, attempt: int) -> None: ...
+    def flag(self) -> Tensor | None: ...
     def exact(self) -> bool: ...
     def state(self) -> list[Any]: ...
     def load(self, state: list[Any]) -> None: ...
@@ -41,16 +51,24 @@ class CarrierGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._reading: Reading | None = None
         carrier.defer(model)
 
     def begin(self, step: int, attempt: int) -> None:
+        self._reading = None  # of an attempt that an error ended
         if step % WINDOW == 0 and attempt == 0:
             carrier.turn(self._model)
         # a resharded parameter changes without its version counter
         carrier.encode_weights(self._model)
 
+    def flag(self) -> Tensor | None:
+        self._reading = carrier.reading(self._model)
+        return None if self._reading is None else self._reading.flag
+
     def exact(self) -> bool:
-        return not carrier.misfits(self._model)
+        """Also without `flag` before it."""
+        found, self._reading = self._reading or carrier.reading(self._model), None
+        return found is None or not found.misfits()
 
     def state(self) -> list[Any]:
         """Every group's plan as JSON, as it is now: an asynchronous checkpoint writes it later.

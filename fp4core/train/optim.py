@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
@@ -41,27 +41,29 @@ def make_optimizer(
 
 
 @torch.no_grad()
-def update(optimizer: torch.optim.AdamW) -> None:
-    """`optimizer.step()` of `make_optimizer`'s, on each rank's shards.
+def update(optimizer: torch.optim.AdamW, skip: Tensor | None = None) -> None:
+    """`optimizer.step()` of `make_optimizer`'s, on each rank's shards; queued, the host waits for nothing.
 
     The same fused kernel; over some 300 sharded parameters DTensor's bookkeeping keeps the GPU waiting for
     7 ms in every step.
+
+    Args:
+        skip: 0-dim FP32 on the parameters' device. 1 leaves weights, moments and step counts as they are, to
+            the bit and whatever the gradients hold; 0 changes nothing about the update.
     """
-    if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
-        optimizer.step()
-        return
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.grad is not None]
         states = [optimizer.state[p] for p in parameters]
         beta1, beta2 = group["betas"]
         adamw(
-            [p.to_local() for p in parameters],
-            [p.grad.to_local() for p in parameters],
-            [s["exp_avg"].to_local() for s in states],
-            [s["exp_avg_sq"].to_local() for s in states],
+            [_local(p) for p in parameters],
+            [_local(p.grad) for p in parameters],
+            [_local(s["exp_avg"]) for s in states],
+            [_local(s["exp_avg_sq"]) for s in states],
             [],
             [s["step"] for s in states],
             fused=True,
+            found_inf=skip,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -85,22 +87,36 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, largest: float) -> float:
-    """Scale the gradients so that their global norm is at most `largest`; returns the norm before.
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Global norm of the gradients: 0-dim FP32 on their device; queued, the host waits for nothing.
 
-    `nn.utils.clip_grad_norm_` in one collective: with sharded parameters that one asks DTensor, parameter
-    by parameter, some 300 times in a row while the GPU waits. Sums are formed in the same order.
+    `nn.utils.get_total_norm` in one collective: with sharded parameters that one asks DTensor, parameter by
+    parameter, some 300 times in a row while the GPU waits. Sums are formed in the same order.
     """
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     if not grads or not isinstance(grads[0], DTensor):
-        return float(nn.utils.clip_grad_norm_(model.parameters(), largest, foreach=True))
+        return nn.utils.get_total_norm(grads, foreach=True)
     mesh = grads[0].device_mesh
-    local = [g.to_local() for g in grads]
-    norms = torch.stack(torch._foreach_norm(local, 2.0))
+    norms = torch.stack(torch._foreach_norm([g.to_local() for g in grads], 2.0))
     squares = norms**2
     # replicas hold the same gradients: only the ranks that share one copy add up
     dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
-    total = torch.linalg.vector_norm(squares**0.5, 2.0)
-    scale = (largest / (total + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(local, scale)
-    return float(total)
+    return torch.linalg.vector_norm(squares**0.5, 2.0)
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, largest: float, norm: Tensor | None = None) -> Tensor:
+    """Scale the gradients so that their global norm is at most `largest`; returns the norm before.
+
+    `norm`: what `gradient_norm` gave, where it is known. Queued, the host waits for nothing.
+    """
+    norm = gradient_norm(model) if norm is None else norm
+    grads = [_local(p.grad) for p in model.parameters() if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _local(x: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -2,8 +2,8 @@
 
 Each route is measured at its selected geometry (its own local batch and activation checkpointing) and, when
 the study names one, at a geometry matched over all routes, so that a table can tell the format from the
-batch. A step's time is that of the slowest rank. Equal geometries are measured once. A geometry that comes
-upon non-finite numbers has no rate; the record's `failed` says so.
+batch. A step's time is that of the slowest rank (see `timed_steps`). Equal geometries are measured once. A
+geometry that comes upon non-finite numbers has no rate; the record's `failed` says so.
 """
 
 from __future__ import annotations
@@ -84,21 +84,28 @@ def geometries(study: Study, route: str) -> dict[str, Geometry]:
 def timed_steps(
     engine: Engine, steps: int, *, title: str, seconds: list[float] | None = None
 ) -> tuple[list[float], list[float]]:
-    """Make updates 1..steps; returns their losses and the seconds of the slowest rank for each."""
+    """Make updates 1..steps; returns their losses and the seconds of the slowest rank for each.
+
+    A step's seconds are from the end of the step before it to its own: the moments at which the host has seen
+    that gradients are exact and finite. The GPU's queue is drained before the first step and after the last,
+    not between them, as in training: the update of a step is made in the next one's time, and none in the
+    first.
+    """
     losses, times = [], []
+    _settle(engine.world.device)
+    ended = time.perf_counter()
     with Progress(title=title, total=steps, first=0, log=None, quiet=not engine.world.first) as progress:
         for step in range(1, steps + 1):
-            _settle(engine.world.device)
-            began = time.perf_counter()
             result = engine.step(step)
-            _settle(engine.world.device)
-            slowest = engine.world.reduce(time.perf_counter() - began, op="max")[0]
+            began, ended = ended, time.perf_counter()
+            slowest = engine.world.reduce(ended - began, op="max")[0]
             if not result.finite:
                 raise NonFinite(f"{title}: step {step} gave loss {result.loss}; the rate would mean nothing")
             losses.append(result.loss)
             times.append(slowest)
             rate = engine.tokens_per_step / slowest
             progress.step(step, loss=result.loss, tokens_per_s=rate, mfu=None, last=step == steps)
+    _settle(engine.world.device)
     return losses, times
 
 

@@ -28,6 +28,28 @@ def test_deferred_misfits_are_reported_once_and_the_replay_is_exact():
     assert all(torch.equal(a, b) for a, b in zip(again, checked))
 
 
+def test_a_check_can_be_queued_and_looks_at_its_own_model_alone():
+    m = model("mxfp4_sr")
+    assert carrier.reading(m) is None
+    layer, x = one_linear(m)
+    other = next(
+        l
+        for l in m.modules()
+        if hasattr(l, "producer") and l.weight.shape == layer.weight.shape and l.producer != layer.producer
+    )
+    carrier.defer(m)
+    for each in (layer, other):
+        run(each, x)
+    assert carrier.misfits(m) == []
+    run(layer, x, 2.0**-20)
+    fine, whole, bad = carrier.reading(other), carrier.reading(m), carrier.reading(layer)
+    assert [bool(r.flag) for r in (fine, whole, bad)] == [False, True, True]
+    assert fine.misfits() == [] and {r.producers for r in bad.misfits()} == {(layer.producer,)}
+    # a reading is of its moment, though the counts have begun anew
+    assert {r.producers for r in whole.misfits()} == {(layer.producer,)}
+    assert not carrier.reading(m).flag
+
+
 def test_a_reference_stays_while_there_is_room_and_moves_when_there_is_not():
     m = model("mxfp4_sr")
     layer, x = one_linear(m)

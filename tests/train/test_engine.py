@@ -46,7 +46,7 @@ def test_accumulation_changes_only_the_order_of_sums(route: str, lab: Lab, tiny_
     sqrt(n) eps when errors are random; 1e-5 of the norm lies between.
     """
     one, four = _engine(lab, tiny_data, route), _engine(lab, tiny_data, route, local_batch=1)
-    loss_one, loss_four = one.gradients(1), four.gradients(1)
+    loss_one, loss_four = float(one.gradients(1)), float(four.gradients(1))
     assert loss_four == pytest.approx(loss_one, rel=1e-12)
     for (name, a), (_, b) in zip(one.model.named_parameters(), four.model.named_parameters()):
         assert (a.grad - b.grad).norm() <= 1e-5 * a.grad.norm(), name
@@ -68,6 +68,9 @@ def test_a_step_that_did_not_fit_is_replayed(lab: Lab, tiny_data: Path) -> None:
 
         def begin(self, step: int, attempt: int) -> None:
             self.calls.append(f"begin {step} {attempt}")
+
+        def flag(self) -> torch.Tensor:
+            return torch.tensor(len(self.calls) < 2)
 
         def exact(self) -> bool:
             self.calls.append("exact?")
@@ -145,6 +148,9 @@ def test_a_step_that_never_fits_is_an_error(lab: Lab, tiny_data: Path) -> None:
 
         def begin(self, step: int, attempt: int) -> None:
             pass
+
+        def flag(self) -> torch.Tensor:
+            return torch.tensor(True)
 
         def exact(self) -> bool:
             return False

@@ -130,7 +130,7 @@ def test_non_finite_loss_stops(
 ) -> None:
     real = engine.Engine.gradients
 
-    def poisoned(self: engine.Engine, step: int) -> float:
+    def poisoned(self: engine.Engine, step: int) -> torch.Tensor:
         if step == 5:
             with torch.no_grad():
                 self.model.blocks[1].mlp.up_proj.weight[3, 3] = float("nan")
@@ -155,9 +155,9 @@ def test_divergence_is_a_result_with_a_marker(
 ) -> None:
     real, steps = engine.Engine.gradients, []
 
-    def poisoned(self: engine.Engine, step: int) -> float:
+    def poisoned(self: engine.Engine, step: int) -> torch.Tensor:
         steps.append(step)
-        return float("nan") if step == 5 else real(self, step)
+        return torch.tensor(float("nan")) if step == 5 else real(self, step)
 
     monkeypatch.setattr(engine.Engine, "gradients", poisoned)
     marker, failure = lab.results / "done.json", lab.run_path("bf16") / "failure.json"
@@ -193,7 +193,7 @@ def test_divergence_is_a_result_with_a_marker(
 def test_measurement_of_non_finite_numbers_is_blank(
     command: str, lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine.Engine, "gradients", lambda self, step: float("nan"))
+    monkeypatch.setattr(engine.Engine, "gradients", lambda self, step: torch.tensor(float("nan")))
     where = ["--study", "tiny", "--recipes", str(lab.recipes), "--results", str(lab.results), "--seed", "0"]
     where += ["--route", "mxfp4_sr"] if command == "probe" else []
     marker = lab.results / "done.json"
@@ -216,7 +216,7 @@ def test_overflowing_activation_is_named(
 ) -> None:
     real = engine.Engine.gradients
 
-    def huge(self: engine.Engine, step: int) -> float:
+    def huge(self: engine.Engine, step: int) -> torch.Tensor:
         if step == 2:
             with torch.no_grad():
                 for name in ("gate_proj", "up_proj"):
@@ -252,7 +252,7 @@ def test_exhausted_device_memory_is_one_line(
 ) -> None:
     real = engine.Engine.gradients
 
-    def exhausted(self: engine.Engine, step: int) -> float:
+    def exhausted(self: engine.Engine, step: int) -> torch.Tensor:
         if step == 5:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand a long tale")
         return real(self, step)
