@@ -124,6 +124,20 @@ class _Bundle:
         self._starts = [0]
         for size in self._sizes:
             self._starts.append(self._starts[-1] + -(-size // _ALIGN) * _ALIGN)
+        # dim 0 may not divide: the last ranks' rows are fewer, or none
+        rows = [shard.shape[0] for _, _, shard in own]
+        each = [-(-count // self._ranks) for count in rows]
+        self._offsets = [
+            min(self._rank * most, count) * (shard.numel() // count)
+            for most, count, (_, _, shard) in zip(each, rows, own, strict=True)
+        ]
+        self._scaled_sums = None
+        if self.device.type == "cuda":
+            from fp4core.kernels.scaled_sum import ScaledSums
+
+            self._scaled_sums = ScaledSums(
+                self._sums, self._offsets, self._starts, self._rank, self._ranks, self._factor
+            )
         self._hooked: list[nn.Parameter | None] = [None] * len(own)
         self._arrived: list[Tensor | None] = [None] * len(own)
         self._count = 0
@@ -179,10 +193,9 @@ class _Bundle:
 
     @torch.no_grad()
     def _reduce(self, gradients: list[Tensor]) -> None:
-        add, sizes, starts = not self._exchange.first, self._sizes, self._starts
-        kind = gradients[0].dtype
-        parts = torch.empty((self._ranks - 1, starts[-1]), dtype=kind, device=self.device)
-        cut = [list(gradient.contiguous().chunk(self._ranks)) for gradient in gradients]
+        gradients = [gradient.contiguous() for gradient in gradients]
+        parts = torch.empty((self._ranks - 1, self._starts[-1]), dtype=gradients[0].dtype, device=self.device)
+        cut = [gradient.chunk(self._ranks) for gradient in gradients]
         operations = []
         for r in range(self._ranks):
             if r == self._rank:
@@ -192,39 +205,38 @@ class _Bundle:
                 # dim 0 may not divide: the last ranks' rows are fewer, or none
                 if r < len(rows):
                     operations.append(dist.P2POp(dist.isend, rows[r], self._peers[r], self._group, k))
-                if sizes[k]:
-                    got = row[starts[k] : starts[k] + sizes[k]]
+                if self._sizes[k]:
+                    got = row[self._starts[k] : self._starts[k] + self._sizes[k]]
                     operations.append(dist.P2POp(dist.irecv, got, self._peers[r], self._group, k))
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
-        for k, total in enumerate(self._sums):
-            if sizes[k]:
-                others = parts[:, starts[k] : starts[k] + sizes[k]]
-                _sum(cut[k][self._rank].view(-1), others, self._rank, self._factor, total.view(-1), add)
+        add = not self._exchange.first
+        if self._scaled_sums is not None:
+            self._scaled_sums(gradients, parts, add=add)
+        else:
+            self._sum(gradients, parts, add)
         if self._exchange.last and self._replicas is not None:
             for total in self._sums:
                 dist.all_reduce(total, group=self._replicas)
+
+    def _sum(self, gradients: list[Tensor], parts: Tensor, add: bool) -> None:
+        """What `ScaledSums` does, where there is no GPU."""
+        for k, total in enumerate(self._sums):
+            begin, size, start = self._offsets[k], self._sizes[k], self._starts[k]
+            terms = list(parts[:, start : start + size])
+            terms.insert(self._rank, gradients[k].view(-1)[begin : begin + size])
+            scaled = terms[0].float()
+            for term in terms[1:]:
+                scaled = scaled + term.float()
+            scaled *= self._factor
+            flat = total.view(-1)
+            flat.add_(scaled) if add else flat.copy_(scaled)
 
 
 def _take(bundle: weakref.ref[_Bundle], k: int, parameter: nn.Parameter) -> None:
     found = bundle()
     if found is not None:
         found.take(k, parameter)
-
-
-def _sum(own: Tensor, others: Tensor, rank: int, factor: float, total: Tensor, add: bool) -> None:
-    """total (+)= factor x the terms in the order of ranks; `own` is the term of `rank`."""
-    if own.device.type == "cuda":
-        from fp4core.kernels.scaled_sum import add_scaled_sum
-
-        add_scaled_sum(own, others, rank, factor, total, add=add)
-        return
-    terms = [*others[:rank], own, *others[rank:]]
-    scaled = terms[0].float()
-    for term in terms[1:]:
-        scaled = scaled + term.float()
-    scaled *= factor
-    total.add_(scaled) if add else total.copy_(scaled)
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[nn.Module, str, DTensor]]:
