@@ -108,7 +108,6 @@ class _Bundle:
         self._replicas = mesh.get_group(0) if mesh.ndim == 2 else None
         self._group = mesh.get_group(mesh.ndim - 1)
         self._ranks, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        self._peers = [dist.get_global_rank(self._group, r) for r in range(self._ranks)]
         self._factor = 1.0 / mesh.size()
         for _, name, shard in own:
             if not shard.placements[-1].is_shard(0) or shard.dtype != torch.float32:
@@ -124,11 +123,46 @@ class _Bundle:
         self._starts = [0]
         for size in self._sizes:
             self._starts.append(self._starts[-1] + -(-size // _ALIGN) * _ALIGN)
+        self._rows = [_rows(shard.shape[0], self._ranks) for _, _, shard in own]
+        self._offsets = [
+            sum(rows[: self._rank]) * (shard.numel() // shard.shape[0])
+            for rows, (_, _, shard) in zip(self._rows, own, strict=True)
+        ]
+        self._plan()
+        self._scaled_sums = None
+        if self.device.type == "cuda":
+            from fp4core.kernels.scaled_sum import ScaledSums
+
+            self._scaled_sums = ScaledSums(
+                self._sums, self._offsets, self._starts, self._rank, self._ranks, self._factor
+            )
         self._hooked: list[nn.Parameter | None] = [None] * len(own)
         self._arrived: list[Tensor | None] = [None] * len(own)
         self._count = 0
         # after FSDP's hook, which puts the gathered parameters in place
         module.register_forward_pre_hook(self._watch)
+
+    def _plan(self) -> None:
+        """The operations of every exchange, made once: only their tensors change."""
+        self._operations: list[dist.P2POp] = []
+        self._sends: list[tuple[dist.P2POp, int, int]] = []  # of which parameter, to which rank
+        self._receives: list[tuple[dist.P2POp, int]] = []  # into which of the cuts
+        self._cuts: list[int] = []  # of what is received, in values
+        for r in range(self._ranks):
+            if r == self._rank:
+                continue
+            peer = dist.get_global_rank(self._group, r)
+            for k, size in enumerate(self._sizes):
+                if self._rows[k][r]:
+                    send = dist.P2POp(dist.isend, self._sums[k], peer, self._group, k)
+                    self._operations.append(send)
+                    self._sends.append((send, k, r))
+                if size:
+                    receive = dist.P2POp(dist.irecv, self._sums[k], peer, self._group, k)
+                    self._operations.append(receive)
+                    self._receives.append((receive, len(self._cuts)))
+                    padding = self._starts[k + 1] - self._starts[k] - size
+                    self._cuts += [size, padding] if padding else [size]
 
     def forget(self) -> None:
         self._count, self._arrived = 0, [None] * len(self._own)
@@ -179,31 +213,42 @@ class _Bundle:
 
     @torch.no_grad()
     def _reduce(self, gradients: list[Tensor]) -> None:
-        add, sizes, starts = not self._exchange.first, self._sizes, self._starts
-        kind = gradients[0].dtype
-        parts = torch.empty((self._ranks - 1, starts[-1]), dtype=kind, device=self.device)
-        cut = [list(gradient.contiguous().chunk(self._ranks)) for gradient in gradients]
-        operations = []
-        for r in range(self._ranks):
-            if r == self._rank:
-                continue
-            row = parts[r - (r > self._rank)]
-            for k, rows in enumerate(cut):
-                # dim 0 may not divide: the last ranks' rows are fewer, or none
-                if r < len(rows):
-                    operations.append(dist.P2POp(dist.isend, rows[r], self._peers[r], self._group, k))
-                if sizes[k]:
-                    got = row[starts[k] : starts[k] + sizes[k]]
-                    operations.append(dist.P2POp(dist.irecv, got, self._peers[r], self._group, k))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        for k, total in enumerate(self._sums):
-            if sizes[k]:
-                others = parts[:, starts[k] : starts[k] + sizes[k]]
-                _sum(cut[k][self._rank].view(-1), others, self._rank, self._factor, total.view(-1), add)
+        gradients = [gradient.contiguous() for gradient in gradients]
+        parts = torch.empty((self._ranks - 1, self._starts[-1]), dtype=gradients[0].dtype, device=self.device)
+        if self._operations:
+            cut = [
+                gradient.split_with_sizes(rows) for gradient, rows in zip(gradients, self._rows, strict=True)
+            ]
+            for operation, k, r in self._sends:
+                operation.tensor = cut[k][r]
+            room = parts.view(-1).split_with_sizes(self._cuts)
+            for operation, at in self._receives:
+                operation.tensor = room[at]
+            for work in dist.batch_isend_irecv(self._operations):
+                work.wait()
+            for operation in self._operations:  # keep no gradient
+                operation.tensor = self._sums[0]
+        add = not self._exchange.first
+        if self._scaled_sums is not None:
+            self._scaled_sums(gradients, parts, add=add)
+        else:
+            self._sum(gradients, parts, add)
         if self._exchange.last and self._replicas is not None:
             for total in self._sums:
                 dist.all_reduce(total, group=self._replicas)
+
+    def _sum(self, gradients: list[Tensor], parts: Tensor, add: bool) -> None:
+        """What `ScaledSums` does, where there is no GPU."""
+        for k, total in enumerate(self._sums):
+            begin, size, start = self._offsets[k], self._sizes[k], self._starts[k]
+            terms = list(parts[:, start : start + size])
+            terms.insert(self._rank, gradients[k].view(-1)[begin : begin + size])
+            scaled = terms[0].float()
+            for term in terms[1:]:
+                scaled = scaled + term.float()
+            scaled *= self._factor
+            flat = total.view(-1)
+            flat.add_(scaled) if add else flat.copy_(scaled)
 
 
 def _take(bundle: weakref.ref[_Bundle], k: int, parameter: nn.Parameter) -> None:
@@ -212,19 +257,10 @@ def _take(bundle: weakref.ref[_Bundle], k: int, parameter: nn.Parameter) -> None
         found.take(k, parameter)
 
 
-def _sum(own: Tensor, others: Tensor, rank: int, factor: float, total: Tensor, add: bool) -> None:
-    """total (+)= factor x the terms in the order of ranks; `own` is the term of `rank`."""
-    if own.device.type == "cuda":
-        from fp4core.kernels.scaled_sum import add_scaled_sum
-
-        add_scaled_sum(own, others, rank, factor, total, add=add)
-        return
-    terms = [*others[:rank], own, *others[rank:]]
-    scaled = terms[0].float()
-    for term in terms[1:]:
-        scaled = scaled + term.float()
-    scaled *= factor
-    total.add_(scaled) if add else total.copy_(scaled)
+def _rows(count: int, ranks: int) -> list[int]:
+    """How many of `count` rows each rank has: dim 0 may not divide, the last ranks have fewer, or none."""
+    each = -(-count // ranks)
+    return [max(0, min(each, count - r * each)) for r in range(ranks)]
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[nn.Module, str, DTensor]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -21,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 FLOATS = {"alpha", "factor", "mean_ptr", "weight_ptr", "rstd_ptr", "dw_ptr", "planes_ptr", "table_ptr", "eps"}
-TYPES = {"sr_ptr": "i64", "w_ptr": "fp8e4nv"} | dict.fromkeys(("parts_ptr", "rows_ptr", "out_ptr"), "bf16")
+TYPES = {"sr_ptr": "i64", "places_ptr": "i64", "w_ptr": "fp8e4nv"}
+TYPES |= dict.fromkeys(("parts_ptr", "rows_ptr", "out_ptr"), "bf16")
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 for case, module, name, constants in json.loads(sys.argv[1]):
     kernel = getattr(importlib.import_module("fp4core.kernels." + module), name)
@@ -30,10 +32,12 @@ for case, module, name, constants in json.loads(sys.argv[1]):
         base = TYPES.get(argument, "fp32" if argument in FLOATS else "i32")
         pointer = argument.endswith(("ptr", "state"))
         signature[argument] = "constexpr" if argument in constants else "*" * pointer + base
+    if "own" in signature:
+        signature["own"] = ("i64",) * 9  # addresses
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(kernel.arg_names)
-        if n not in constants and (n.endswith(("ptr", "state")) or n in ("T", "S", "n"))
+        if n not in constants and (n.endswith(("ptr", "state")) or n in ("T", "S", "stride"))
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
@@ -44,7 +48,8 @@ for case, module, name, constants in json.loads(sys.argv[1]):
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", done.stdout).groups())
     length = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", done.stdout, re.MULTILINE))
-    print(json.dumps([case, registers, stack, length, made.metadata.shared]))
+    accesses = sorted(set(re.findall(r"\b(?:LDG|STG)\.\S*", done.stdout)))
+    print(json.dumps([case, registers, stack, length, made.metadata.shared, accesses]))
 """
 TILE = {"ASM": True, "G": 4, "W": 64, "VEC": 2}
 MX = {"RULE": "mx_ceil"}
@@ -64,11 +69,13 @@ VIEWS = {"ROW": "e5m2", "SR": True, "COL": "e5m2"} | MX
 SILU = {"F": 14336, "GU": 14336} | TILE
 ROPE = {"TOKEN_STRIDE": 2048, "N": 4096, "HEADS": 32, "PER_PROGRAM": 8, "ROTATE": True, "ASM": True, "G": 4}
 ROPE |= {"OUTLIERS": False}
+SUM = {"ADD": True, "ALIGNED": True, "BLOCK": 4096}
 SCALED, PLAIN_ROWS = {"SCALED": True}, {"SCALED": False, "VEC": 2}
 ROW_SCALES = {"HEADS": 32, "KV_HEADS": 8, "R": 16, "ASM": True, "WIDEST": 24}
 OUTLIERS = {"OUTLIERS": True, "ROW": "bf16", "COL": "none"}
 CASES = [
-    ("scaled sum", "scaled_sum", "scaled_sum_kernel", {"RANK": 1, "W": 2, "ADD": True, "BLOCK": 4096}),
+    ("scaled sum", "scaled_sum", "scaled_sum_kernel", SUM | {"RANK": 1, "W": 2}),
+    ("scaled sum of 8", "scaled_sum", "scaled_sum_kernel", SUM | {"RANK": 3, "W": 8}),
     ("silu forward", "fused_silu", "silu_forward_kernel", SILU | MX | {"CARRIER": "e5m2"}),
     (
         "silu gradients",
@@ -132,7 +139,7 @@ def test_fused_kernels_compile_for_hopper() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     made = [json.loads(line) for line in done.stdout.splitlines()]
     assert [m[0] for m in made] == [c[0] for c in CASES]
-    for case, registers, stack, length, shared in made:
+    for case, registers, stack, length, shared, accesses in made:
         # a product has its operands there, two programs of it to a multiprocessor
         most = 113 if case.startswith("products") else 64
         assert registers <= 255 and shared <= most * 1024, case
@@ -140,6 +147,9 @@ def test_fused_kernels_compile_for_hopper() -> None:
         assert length < 8000, (case, length)
         if "single" not in case and not case.startswith("norm backward"):
             assert stack == 0, f"{case}: {stack} bytes of spills at {registers} registers"
+        if case.startswith("scaled sum"):
+            # numbers and addresses of the vectors are 64 bits each, everything else moves by 128
+            assert accesses and all(re.search(r"\.(64|128)\b", access) for access in accesses), accesses
 
 
 NUMBERS = r"""
