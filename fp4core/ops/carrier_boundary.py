@@ -16,6 +16,7 @@ T tokens, K hidden, F ffn features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -70,6 +71,12 @@ def _carrier(g: Group, view: int, data: Tensor) -> Carrier:
 
 def _view(g: Group, view: int, fused: bool) -> View | None:
     return view_of(g, view) if fused else None
+
+
+@functools.cache
+def _unread_state(device: torch.device) -> Tensor:
+    """State of a BF16 view that everything fits: its reference is 0, what is noted in it nobody asks for."""
+    return torch.zeros(4, dtype=torch.int32, device=device)
 
 
 def _scales_gradients(g: Group) -> bool:
@@ -223,8 +230,8 @@ def rope_backward(
     def set_apart(listed: Tensor, scales: Tensor) -> Outliers:
         row = replace(view_of(g, DY_ROW), carrier="bf16")
         rows = grads[0].new_empty((t, sum(widths)))
-        unused = torch.zeros(4, dtype=torch.int32, device=rows.device)  # reference 0; nothing fails to fit
-        views(row, None, rows, None, (unused, unused), scales, outliers=True)
+        unread = _unread_state(rows.device)
+        views(row, None, rows, None, (unread, unread), scales, outliers=True)
         return Outliers(listed, Carrier(rows, 0, constant_of(g.operands[DY_ROW])), scales)
 
     def make() -> tuple[list[Carrier], list[Carrier], Tensor | None, Outliers | None]:
