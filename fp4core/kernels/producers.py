@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,7 +29,7 @@ from fp4core import formats
 from fp4core.kernels import mx
 from fp4core.kernels._amax import chunk_amax, outer_scales
 from fp4core.kernels._dual import dual_kernel
-from fp4core.kernels._launch import GROUP, check_matrix, packed_instructions, padded, pointer, words
+from fp4core.kernels._launch import GROUP, check_matrix, packed_instructions, padded, pointer, round_up, words
 
 CARRIERS = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 STATE_WORDS = 4  # reference exponent, largest maximum, 0x8000 - smallest, misfits
@@ -223,42 +224,20 @@ def produce(
             stochastic rounding.
     """
     check_matrix(x)
-    for view, where in ((row, "row"), (col, "col")):
-        if view is not None:
-            _check_view(view, where)
     m, k = x.shape
-    row_sr = row is not None and row.rounding == "stochastic"
-    col_sr = col is not None and col.rounding == "stochastic"
-    stochastic = row_sr or col_sr
-    if stochastic and sr is None:
-        raise ValueError(
-            "produce: got stochastic rounding without random state; needed sr=SR(state, producer)"
-        )
-    if stochastic and k % 16:
-        raise ValueError(f"produce: got K = {k} with stochastic rounding; needed a multiple of 16")
-    if scales is not None and (row is None or not is_mx(row.format) or formats.get(row.format).two_d):
-        raise ValueError("produce: got scales of rows; needed a row view of an MX format in 1D blocks")
-    shared = (
-        row is not None
-        and col is not None
-        and formats.get(row.format).two_d
-        and row == replace(col, transposed=True)
+    plan = _plan(
+        *(row, col, m, k, x.dtype == torch.float32, sr is not None, scales is not None),
+        *(tile, packed_instructions(x.device)),
     )
+    shared = plan.constants["SHARED"]
     row_state, row_scaling = _scales(x, row, "row", row_state, row_scaling, None)
     col_state, col_scaling = _scales(x, col, "col", col_state, col_scaling, row_scaling if shared else None)
     xp = padded(x)
-    mp, kp = xp.shape
-    row_out = _output(x, row, (mp, kp), row_out)
-    kept = col is not None and not col.transposed
-    col_out = _output(x, col, (mp, kp) if kept else (kp, mp), col_out)
-    cut = tile or default_tile(row, col)
-    if scales is not None and not cut.row_tokens:
-        cut = Tile(row_tokens=8)
-    masked = mp % (cut.tokens * cut.groups) != 0 or kp % (2 * cut.words) != 0
-    # rows of padding have no scale
-    masked = masked or (scales is not None and m != mp)
+    mp, kp = plan.padded
+    row_out = _output(x, row, plan.padded, row_out)
+    col_out = _output(x, col, plan.padded if plan.constants["COL_KEPT"] else (kp, mp), col_out)
     none = words(xp)  # stands in for absent pointers
-    dual_kernel[(triton.cdiv(mp, cut.tokens * cut.groups) * triton.cdiv(kp, 2 * cut.words),)](
+    dual_kernel[plan.grid](
         none,
         pointer(row_out, none),
         pointer(col_out, none),
@@ -276,32 +255,8 @@ def produce(
         m,
         0 if col is None else col_out.stride(0) * col_out.element_size() // 4,
         1,
-        K=kp,
-        PLACES=k,
         ROW_STRIDE=0 if row is None else row_out.stride(0) * row_out.element_size() // 4,
-        ROW="none" if row is None else rule(row.format),
-        ROW_CARRIER="bf16" if row is None else row.carrier,
-        ROW_SR=row_sr,
-        SCALED=scales is not None,
-        COL="none" if col is None else rule(col.format),
-        COL_CARRIER="bf16" if col is None else col.carrier,
-        COL_HADAMARD="none" if col is None else col.hadamard,
-        ROW_SQUARE=row is not None and formats.get(row.format).two_d,
-        COL_SQUARE=col is not None and formats.get(col.format).two_d,
-        SHARED=shared,
-        COL_SR=col_sr,
-        COL_KEPT=kept,
-        TAIL=col is not None and col.hadamard != "none" and m % GROUP[col.hadamard] != 0,
-        FP32=x.dtype == torch.float32,
-        MASKED=masked,
-        ASM=packed_instructions(x.device),
-        G=cut.groups,
-        T=cut.tokens,
-        ROW_T=cut.row_tokens,
-        W=cut.words,
-        VEC=cut.vector,
-        num_warps=cut.warps,
-        **({"maxnreg": cut.registers} if cut.registers else {}),
+        **plan.constants,
     )
     return (
         None if row is None else _produced(row_out, row, (m, k), row_state, row_scaling),
@@ -309,6 +264,96 @@ def produce(
         if col is None
         else _produced(col_out, col, (k, m), row_state if shared else col_state, col_scaling),
     )
+
+
+class _Plan(NamedTuple):
+    """What a launch of ``produce`` is, but for its tensors and its random state.
+
+    Attributes:
+        padded: rows and columns of x, padded.
+        grid: programs.
+        constants: of the kernel and its compiler, without ROW_STRIDE.
+    """
+
+    padded: tuple[int, int]
+    grid: tuple[int]
+    constants: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    row: View | None,
+    col: View | None,
+    m: int,
+    k: int,
+    fp32: bool,
+    drawn: bool,
+    scaled: bool,
+    tile: Tile | None,
+    packed: bool,
+) -> _Plan:
+    """How ``produce`` makes these views of an [m, k] matrix; ValueError as it says.
+
+    Kept, as a step asks the same few questions hundreds of times and an answer takes as long as a launch.
+
+    Args:
+        row, col: the views. m, k: rows and columns of the matrix, without padding.
+        fp32: whether the matrix is FP32. drawn: whether there is random state.
+        scaled: whether rows have scales.
+        tile: None takes ``default_tile``.
+        packed: of ``packed_instructions``.
+    """
+    for view, where in ((row, "row"), (col, "col")):
+        if view is not None:
+            _check_view(view, where)
+    row_sr = row is not None and row.rounding == "stochastic"
+    col_sr = col is not None and col.rounding == "stochastic"
+    if (row_sr or col_sr) and not drawn:
+        raise ValueError(
+            "produce: got stochastic rounding without random state; needed sr=SR(state, producer)"
+        )
+    if (row_sr or col_sr) and k % 16:
+        raise ValueError(f"produce: got K = {k} with stochastic rounding; needed a multiple of 16")
+    if scaled and (row is None or not is_mx(row.format) or formats.get(row.format).two_d):
+        raise ValueError("produce: got scales of rows; needed a row view of an MX format in 1D blocks")
+    mp, kp = round_up(m, 32), round_up(k, 32)
+    cut = tile or default_tile(row, col)
+    if scaled and not cut.row_tokens:
+        cut = Tile(row_tokens=8)
+    masked = mp % (cut.tokens * cut.groups) != 0 or kp % (2 * cut.words) != 0
+    constants = {
+        "K": kp,
+        "PLACES": k,
+        "ROW": "none" if row is None else rule(row.format),
+        "ROW_CARRIER": "bf16" if row is None else row.carrier,
+        "ROW_SR": row_sr,
+        "SCALED": scaled,
+        "COL": "none" if col is None else rule(col.format),
+        "COL_CARRIER": "bf16" if col is None else col.carrier,
+        "COL_HADAMARD": "none" if col is None else col.hadamard,
+        "ROW_SQUARE": row is not None and formats.get(row.format).two_d,
+        "COL_SQUARE": col is not None and formats.get(col.format).two_d,
+        "SHARED": row is not None
+        and col is not None
+        and formats.get(row.format).two_d
+        and row == replace(col, transposed=True),
+        "COL_SR": col_sr,
+        "COL_KEPT": col is not None and not col.transposed,
+        "TAIL": col is not None and col.hadamard != "none" and m % GROUP[col.hadamard] != 0,
+        "FP32": fp32,
+        # rows of padding have no scale
+        "MASKED": masked or (scaled and m != mp),
+        "ASM": packed,
+        "G": cut.groups,
+        "T": cut.tokens,
+        "ROW_T": cut.row_tokens,
+        "W": cut.words,
+        "VEC": cut.vector,
+        "num_warps": cut.warps,
+        **({"maxnreg": cut.registers} if cut.registers else {}),
+    }
+    programs = triton.cdiv(mp, cut.tokens * cut.groups) * triton.cdiv(kp, 2 * cut.words)
+    return _Plan((mp, kp), (programs,), constants)
 
 
 def _output(x: Tensor, view: View | None, shape: tuple[int, int], given: Tensor | None) -> Tensor | None:

@@ -6,6 +6,7 @@ Every function here loops until the blocks fit when the group's mode says so (``
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -32,7 +33,10 @@ def view_of(g: Group, view: int) -> View:
     """
     op: Operand = g.operands[view]
     kind = g.plan.kinds[view]
-    return View(op.format, kind, op.rounding, op.hadamard, kind != "bf16" or view not in (DY_COL, X_COL))
+    return _view(op.format, kind, op.rounding, op.hadamard, kind != "bf16" or view not in (DY_COL, X_COL))
+
+
+_view = functools.lru_cache(maxsize=None)(View)
 
 
 def carrier_of(p: Produced, ref: int) -> Carrier:
@@ -64,8 +68,11 @@ def _plain(x: Tensor, view: int) -> Carrier:
 
 def _held_scaling(g: Group, x: Tensor, view: int, producer: int) -> Scaling | None:
     """Scales of a format whose tensor maximum is sampled and held; None where it takes its own."""
+    op = g.operands[view]
+    if op.format == "bf16" or not formats.get(op.format).sampled_amax:
+        return None  # before x is rounded for nothing
     column = held.W if view in (W_ROW, W_COL) else held.X if view in (X_ROW, X_COL) else held.DY
-    amax = held.reference(x.to(torch.bfloat16), g.operands[view], g.spec, producer, column)
+    amax = held.reference(x.to(torch.bfloat16), op, g.spec, producer, column)
     if amax is None:
         return None
     where = "row" if view in (X_ROW, DY_ROW, W_ROW) else "col"
