@@ -38,6 +38,7 @@ from fp4core.bench import trace
 from fp4core.model.build import init_std
 from fp4core.recipe import Study, load_recipe, load_study
 from fp4core.records import write_json
+from fp4core.train.collection import scheduled_collection
 from fp4core.train.distributed import World, device_record, joined
 from fp4core.train.engine import Engine
 from fp4core.train.utilisation import mfu
@@ -207,36 +208,38 @@ def _measure(
     slowest = 0.0
     _settle(world)
     ended = time.perf_counter()
-    for step in range(1, job.steps + 1):
-        late = deadline is not None and time.time() + 1.5 * slowest > deadline
-        if world.reduce(float(late), op="max")[0]:
-            record["stopped"] = f"no time left for step {step}"
-            say(record["stopped"])
-            break
-        result = engine.step(step)
-        start, ended = ended, time.perf_counter()
-        seconds = world.reduce(ended - start, op="max")[0]
-        slowest = seconds if step > 1 else 0.0
-        row = {
-            "step": step,
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
-            "seconds": seconds,
-            "replayed": result.replayed,
-        }
-        if not result.finite:
-            raise ValueError(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}")
-        rows.append(row)
-        memory = _memory(world)
-        rate = engine.tokens_per_step / seconds
-        say(
-            f"step {step}/{job.steps}  loss {result.loss:.4f}  norm {result.grad_norm:.3f}  {seconds:.3f} s  "
-            f"{rate:,.0f} tokens/s  {memory['memory_gib']:.1f} GiB"
-            + ("  replayed" if result.replayed else "")
-        )
-        record |= memory | {"steps": rows} | _rates(rows, job, engine, world)
-        if world.first:
-            write_json(out, record)
+    with scheduled_collection() as collection:
+        for step in range(1, job.steps + 1):
+            late = deadline is not None and time.time() + 1.5 * slowest > deadline
+            if world.reduce(float(late), op="max")[0]:
+                record["stopped"] = f"no time left for step {step}"
+                say(record["stopped"])
+                break
+            result = engine.step(step)
+            start, ended = ended, time.perf_counter()
+            seconds = world.reduce(ended - start, op="max")[0]
+            slowest = seconds if step > 1 else 0.0
+            row = {
+                "step": step,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "seconds": seconds,
+                "replayed": result.replayed,
+            }
+            if not result.finite:
+                raise ValueError(f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}")
+            rows.append(row)
+            memory = _memory(world)
+            rate = engine.tokens_per_step / seconds
+            say(
+                f"step {step}/{job.steps}  loss {result.loss:.4f}  norm {result.grad_norm:.3f}  "
+                f"{seconds:.3f} s  {rate:,.0f} tokens/s  {memory['memory_gib']:.1f} GiB"
+                + ("  replayed" if result.replayed else "")
+            )
+            record |= memory | {"steps": rows} | _rates(rows, job, engine, world)
+            if world.first:
+                write_json(out, record)
+            collection.after()
     _settle(world)
     record["done"] = len(rows) == job.steps
     if job.profile and record["done"]:

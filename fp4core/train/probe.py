@@ -19,6 +19,7 @@ from fp4core.ops.linear import preferred_backend, resolve_backend
 from fp4core.recipe import Geometry, Recipe, Study
 from fp4core.records import archive_stale, envelope, write_json, write_marker
 
+from .collection import scheduled_collection
 from .distributed import World, device_record, peak_memory_gib
 from .engine import Engine
 from .errors import NonFinite
@@ -94,7 +95,10 @@ def timed_steps(
     losses, times = [], []
     _settle(engine.world.device)
     ended = time.perf_counter()
-    with Progress(title=title, total=steps, first=0, log=None, quiet=not engine.world.first) as progress:
+    with (
+        Progress(title=title, total=steps, first=0, log=None, quiet=not engine.world.first) as progress,
+        scheduled_collection() as collection,
+    ):
         for step in range(1, steps + 1):
             result = engine.step(step)
             began, ended = ended, time.perf_counter()
@@ -105,6 +109,7 @@ def timed_steps(
             times.append(slowest)
             rate = engine.tokens_per_step / slowest
             progress.step(step, loss=result.loss, tokens_per_s=rate, mfu=None, last=step == steps)
+            collection.after()
     _settle(engine.world.device)
     return losses, times
 

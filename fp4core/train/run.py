@@ -21,6 +21,7 @@ from fp4core.recipe import to_dict
 from fp4core.records import envelope, read_json
 
 from .checkpoint import Checkpoints
+from .collection import scheduled_collection
 from .diagnose import first_bad_tensor
 from .distributed import World, check_replicas, device_record, peak_memory_gib
 from .engine import Engine, Split, StepResult
@@ -144,11 +145,13 @@ class _Trajectory:
             progress,
             contextlib.closing(Events(events, after=start)) as self.events,
             StopWish(self.request.max_seconds) as wish,
+            scheduled_collection() as collection,
         ):
             if start:
                 progress.note(f"resumed from step {start}")
             for step in range(start + 1, target + 1):
                 seconds = self._step(step, target, progress)
+                collection.after()
                 mine = wish.check(step_seconds=seconds, save_seconds=self.checkpoints.seconds)
                 told = self.world.reduce(float(mine), float(self.checkpoints.failed()), op="max")
                 if told[1]:
