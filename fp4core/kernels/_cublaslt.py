@@ -6,7 +6,8 @@ proposals those that give ``torch._scaled_mm``'s result to the bit, on the opera
 the fastest is kept with its descriptors. On an H200 at the sizes of Llama 8B all proposals give the same
 bits (they sum along K in the same order), and the fastest takes 98% of the first one's time (NOTES.md).
 
-Where anything is missing or refused, ``torch._scaled_mm`` does the product. This is the one thing beside
+Where anything is missing or refused, and wherever no timing may choose a kernel (``train.deterministic``),
+``torch._scaled_mm`` does the product. This is the one thing beside
 ``_cublas`` that torch does not expose; constants are those of cublasLt.h.
 """
 
@@ -72,8 +73,8 @@ def library() -> ctypes.CDLL | None:
     sizes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64]
     found.cublasLtMatrixLayoutCreate.argtypes = [pointer, ctypes.c_int, *sizes]
     found.cublasLtMatmulPreferenceSetAttribute.argtypes = [pointer, ctypes.c_int, pointer, ctypes.c_size_t]
-    for destroy in (found.cublasLtMatmulDescDestroy, found.cublasLtMatmulPreferenceDestroy):
-        destroy.argtypes = [pointer]
+    for what in ("MatmulDesc", "MatmulPreference", "MatrixLayout"):
+        getattr(found, f"cublasLt{what}Destroy").argtypes = [pointer]
     return found
 
 
@@ -163,8 +164,8 @@ _CALLS_KEPT: dict[tuple, _Call] = {}  # by everything that a call depends on, th
 _CHOSEN: dict[tuple, _Proposal | None] = {}  # by sizes, types and strides; None: torch does it
 
 
-def _exact() -> bool:
-    """Whether no timing may choose a kernel (``train.deterministic``)."""
+def _strict() -> bool:
+    """Whether no timing may choose a kernel, nor the operands that a process happens to meet first."""
     strict = torch.are_deterministic_algorithms_enabled()
     return strict and not torch.is_deterministic_algorithms_warn_only_enabled()
 
@@ -172,11 +173,11 @@ def _exact() -> bool:
 def _choose(call: _Call, kind: tuple, a: Tensor, b: Tensor, expected: Tensor) -> _Proposal | None:
     """The fastest proposal whose result on these operands is ``expected`` to the bit."""
     m, n, k, device = kind[0], kind[1], kind[2], kind[-1]
-    most = 1 if _exact() or m * n * k < _LEAST else _PROPOSALS
+    most = 1 if m * n * k < _LEAST else _PROPOSALS
     out = torch.empty_strided(expected.shape, (kind[-2], 1), dtype=expected.dtype, device=expected.device)
     fitting: list[_Proposal] = []
     for proposal in _proposals(device, call, most):
-        out.zero_()
+        out.fill_(torch.nan)
         try:
             _run(call, proposal, device, a.data_ptr(), b.data_ptr(), out.data_ptr())
         except _Refused:
@@ -202,6 +203,7 @@ def _choose(call: _Call, kind: tuple, a: Tensor, b: Tensor, expected: Tensor) ->
 def _prepare(
     kind: tuple, a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor
 ) -> _Call | None:
+    """Descriptors and algorithm; None where torch does this product, for good if ``_CHOSEN`` says so."""
     m, n, k = kind[:3]
     call = _Call(
         _description(scale_a.data_ptr(), scale_b.data_ptr()),
@@ -219,10 +221,14 @@ def _prepare(
             out_dtype=out.dtype,
             use_fast_accum=False,
         )
-        _CHOSEN[kind] = _choose(call, kind, a, b, expected)
-    if _CHOSEN[kind] is None:
+        # zeros, infinities and NaN tell no two algorithms apart: the next operands may
+        if expected.isfinite().all() and expected.any():
+            _CHOSEN[kind] = _choose(call, kind, a, b, expected)
+    chosen = _CHOSEN.get(kind)
+    if chosen is None:
+        _destroy(call)
         return None
-    call.proposal = _CHOSEN[kind]
+    call.proposal = chosen
     return call
 
 
@@ -235,7 +241,7 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor)
         out: BF16 or FP32 with unit stride along N; untouched when the answer is False.
     """
     pa, pb, po = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    if (pa | pb | po) % _ALIGNED or library() is None:
+    if (pa | pb | po) % _ALIGNED or library() is None or _strict():
         return False
     (m, k), n, device = a.shape, b.shape[0], a.get_device()
     kind = (m, n, k, a.dtype, b.dtype, out.dtype, a.stride(0), b.stride(0), out.stride(0), device)
@@ -248,7 +254,9 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor)
         try:
             call = _prepare(kind, a, b, scale_a, scale_b, out)
         except _Refused:
-            _CHOSEN[kind] = call = None
+            _CHOSEN[kind] = None
+        except torch.OutOfMemoryError:  # room for two more results may be there another time
+            pass
         if call is None:
             return False
         if len(_CALLS_KEPT) >= _KEPT:
@@ -258,13 +266,17 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor)
         _run(call, call.proposal, device, pa, pb, po)
     except _Refused:
         _CHOSEN[kind] = None
+        _forget()
         return False
     return True
 
 
+def _destroy(call: _Call) -> None:
+    library().cublasLtMatmulDescDestroy(call.description)
+    for layout in (call.left, call.right, call.result):
+        library().cublasLtMatrixLayoutDestroy(layout)
+
+
 def _forget() -> None:
-    for call in _CALLS_KEPT.values():
-        library().cublasLtMatmulDescDestroy(call.description)
-        for layout in (call.left, call.right, call.result):
-            library().cublasLtMatrixLayoutDestroy(ctypes.c_void_p(layout))
-    _CALLS_KEPT.clear()
+    while _CALLS_KEPT:
+        _destroy(_CALLS_KEPT.popitem()[1])

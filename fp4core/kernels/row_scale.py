@@ -97,6 +97,7 @@ def row_scales_kernel(
     v_ptr,
     scale_ptr,
     outlier_ptr,
+    state,
     S,
     Q_BATCH,
     Q_HEAD,
@@ -116,7 +117,8 @@ def row_scales_kernel(
 ):
     """See ``row_scales``; S a multiple of R, one program per R tokens. KV_HEADS 0: q alone.
 
-    CAPACITY: rows that ``outlier_ptr`` [1 + CAPACITY] takes after their number, 0 for none.
+    CAPACITY: rows that ``outlier_ptr`` [1 + CAPACITY] takes after their number, 0 for none. ``state``: of the
+    view, where rows that found no room are noted as a misfit too small for any carrier.
     """
     token = tl.program_id(0) * R
     batch = token // S
@@ -139,7 +141,11 @@ def row_scales_kernel(
         count = outlier.to(tl.int32)
         number = tl.sum(count)
         if number > 0:
-            slot = tl.atomic_add(outlier_ptr, number, sem="relaxed") + tl.cumsum(count, 0) - count
+            first = tl.atomic_add(outlier_ptr, number, sem="relaxed")
+            if first + number > CAPACITY:
+                tl.atomic_max(state + 2, 0x7FFF, sem="relaxed")
+                tl.atomic_add(state + 3, 1, sem="relaxed")
+            slot = first + tl.cumsum(count, 0) - count
             outlier = outlier & (slot < CAPACITY)
             tl.store(outlier_ptr + 1 + slot, tokens, mask=outlier)
             scale = tl.where(outlier, 0, scale)
@@ -159,7 +165,9 @@ def unscale_kernel(x_ptr, scale_ptr, T, one, STRIDE: tl.constexpr, R: tl.constex
     tl.store(where, mul2(w, inverse(s) + tl.zeros_like(w), ASM), mask=real)
 
 
-def row_scales(*grads: Tensor, outliers: Tensor | None = None, widest: int = 0) -> Tensor:
+def row_scales(
+    *grads: Tensor, outliers: Tensor | None = None, state: Tensor | None = None, widest: int = 0
+) -> Tensor:
     """Int32 [T]: per token the power of two, as BF16 in both halves, that makes its largest gradient 1 to 2.
 
     grads: BF16 [B, heads, S, 128], one, or three of which the last two have equally many heads; S a multiple
@@ -167,13 +175,17 @@ def row_scales(*grads: Tensor, outliers: Tensor | None = None, widest: int = 0) 
     scale is the last that BF16 has.
 
     outliers: of ``outlier_list``. Tokens whose nonzero blocks of 32 span more than ``widest`` binades are
-    entered, in any order, as far as there is room, and those have scale zero.
+    entered, in any order, as far as there is room, and those have scale zero. Which rows find room is
+    chance, so where some do not, ``state`` (of the row view, as for ``producers``) counts a misfit that no
+    FP8 carrier would hold, and what is made of these scales must not be used.
     """
     batch, heads, length, features = grads[0].shape
     if features != 128 or length % 16:
         raise ValueError(
             f"row_scales: got {tuple(grads[0].shape)}; needed [B, heads, S, 128] with S % 16 = 0"
         )
+    if (outliers is None) != (state is None):
+        raise ValueError("row_scales: got one of outliers and state; needed both or none")
     grads = tuple(d if d.stride(-1) == 1 else d.contiguous() for d in grads)
     three = (grads[0],) * 3 if len(grads) == 1 else grads
     out = torch.empty(batch * length, dtype=torch.int32, device=grads[0].device)
@@ -182,6 +194,7 @@ def row_scales(*grads: Tensor, outliers: Tensor | None = None, widest: int = 0) 
         *(pointer(d, d) for d in three),
         out,
         out if outliers is None else outliers,
+        out if state is None else state,
         length,
         *(n // 2 for d in three for n in d.stride()[:3]),
         HEADS=heads,

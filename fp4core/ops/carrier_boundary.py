@@ -96,7 +96,8 @@ def gradient_scales(g: Group, *grads: Tensor, outliers: Tensor | None = None) ->
         return None
     if grads[0].dim() == 2:
         grads = (grads[0].unflatten(1, (-1, 128)).transpose(0, 1)[None],)
-    return row_scale.row_scales(*grads, outliers=outliers, widest=WIDEST)
+    into = None if outliers is None else g.state[DY_ROW]
+    return row_scale.row_scales(*grads, outliers=outliers, state=into, widest=WIDEST)
 
 
 def norm_forward(
@@ -237,7 +238,7 @@ def rope_backward(
     def make() -> tuple[list[Carrier], list[Carrier], Tensor | None, Outliers | None]:
         row, col = view_of(g, DY_ROW), view_of(g, DY_COL)
         listed = None
-        if g.plan.set_apart and row.carrier != "bf16":
+        if g.plan.set_apart and row.carrier != "bf16" and _scales_gradients(g):
             listed = row_scale.outlier_list(t, grads[0].device)
         scales = gradient_scales(g, *grads, outliers=listed)
         rows = grads[0].new_empty((t, sum(widths)), dtype=CARRIERS[row.carrier])

@@ -253,10 +253,13 @@ class Group:
                         self.plan.spans[partner] = known[partner]
             self.plan.adapt(spans, room=_ROOM)
         if self.plan.set_apart and together:
-            # what was seen so far had the rows in it that are set apart from here on
-            table, row = _table(self.device), self.first + DY_ROW
-            table.now[row] = table.before[row] = 0
+            self._forget_outliers()
         self.note_limits()
+
+    def _forget_outliers(self) -> None:
+        """What was seen so far had the rows in it that are set apart from here on."""
+        table, row = _table(self.device), self.first + DY_ROW
+        table.now[row] = table.before[row] = 0
 
     def limits(self) -> list[tuple[int, int]]:
         """Per view, the extremes up to which ``read`` leaves the plan alone: ``_ROOM`` inside its range."""
@@ -472,6 +475,9 @@ def turn(found: list[Group]) -> None:
         seen = (table.now[mine] > 0).any(1, keepdim=True)
         table.before[mine] = torch.where(seen, table.now[mine], table.before[mine])
         table.now[mine], table.alone[mine] = 0, False
+        together = not g.plan.set_apart
         if g.plan.recover(g.recent(), (_RETURN, _ROOM)):
+            if g.plan.set_apart and together:
+                g._forget_outliers()
             g.state[:, 0].copy_(torch.tensor(g.plan.refs, dtype=torch.int32))
             g.note_limits()

@@ -192,21 +192,34 @@ class Plan:
         if fits(kind, span, room):
             return []
         self.set_apart = True
-        self.spans[DY_ROW] = (max(span[0], span[1] - WIDEST - 1), span[1])
+        self.spans[DY_ROW] = _without_outliers(span)
         return [f"dgrad: dy_row spans {width(span)} scale steps, rows too wide for {kind} are set apart"]
 
     def recover(self, seen: dict[int, tuple[int, int]], rooms: tuple[int, int]) -> bool:
-        """Go back to faster types where these spans leave the operands their rooms; whether any changed."""
+        """Go back to faster types where these spans leave the operands their rooms; whether any changed.
+
+        Rows of dY that can be set apart keep nothing in BF16, and need no room: they are not in the carrier.
+        """
         changed = False
         for name in sorted(self.mx):
             a, b, preferred = CONTRACTIONS[name]
             if a not in seen or b not in seen:
                 continue
             choices, present = _choices(preferred), (self.kinds[a], self.kinds[b])
-            kinds = choose_types(seen[a], seen[b], preferred, rooms)
+            spans, left = (seen[a], seen[b]), rooms[0]
+            apart = a == DY_ROW and self.can_set_apart and not fits("e5m2", seen[a], left)
+            if apart:
+                spans, left = (_without_outliers(seen[a]), seen[b]), 0
+            kinds = choose_types(*spans, preferred, (left, rooms[1]))
             if choices.index(kinds) < choices.index(present):
                 changed = True
-                for view, kind in zip((a, b), kinds):
-                    self.kinds[view], self.spans[view] = kind, seen[view]
-                    self.refs[view] = reference(kind, seen[view])
+                self.set_apart |= apart
+                for view, kind, span in zip((a, b), kinds, spans):
+                    self.kinds[view], self.spans[view] = kind, span
+                    self.refs[view] = reference(kind, span)
         return changed
+
+
+def _without_outliers(span: tuple[int, int]) -> tuple[int, int]:
+    """Of a span of scaled rows what is left without those that are set apart."""
+    return max(span[0], span[1] - WIDEST - 1), span[1]

@@ -2,7 +2,7 @@
 
 A process that has imported and compiled everything has half a million objects, and a look at all of them
 takes 200 ms and more, in which nothing is launched; with several ranks, the others wait for it as well. Steps
-leave no cycles behind, so it is enough to look at what is new now and then.
+leave no cycles behind that hold tensors, so it is enough to look at what is new now and then.
 """
 
 from __future__ import annotations
@@ -11,8 +11,20 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 # Steps between two looks at what is new, and between two at all that was made since the first step.
 _YOUNG, _ALL = 50, 1000
+
+
+def collect_engines() -> None:
+    """Free what a dropped engine has left, before another one is built beside it.
+
+    Sharded modules are in cycles, which nothing would look for until after the next engine's first step.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 class Collection:
@@ -36,7 +48,10 @@ class Collection:
 
 @contextmanager
 def scheduled_collection() -> Iterator[Collection]:
-    """Within it no collection starts by itself; afterwards all is as it was before."""
+    """Within it no collection starts by itself; afterwards they do again, if they did before.
+
+    Nothing is frozen afterwards, whoever froze it: contexts within one another are not meant.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -20,6 +20,7 @@ from fp4core.ops.linear import resolve_backend
 from fp4core.recipe import Recipe, Study
 from fp4core.records import archive_stale, envelope, write_json, write_marker
 
+from .collection import collect_engines
 from .distributed import World, device_record
 from .engine import Engine
 from .errors import NonFinite
@@ -46,6 +47,8 @@ def head_screen(
     control_gradients: list[torch.Tensor] | None = None
     failed: dict[str, str] = {}
     for variant, (forward, hidden, weight) in VARIANTS.items():
+        engine = None
+        collect_engines()
         engine = _engine(study, recipe, seed, variant, stream=stream, world=world)
         losses, times = [], []
         try:

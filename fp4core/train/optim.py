@@ -113,7 +113,9 @@ def clip_gradients(model: nn.Module, largest: float, norm: Tensor | None = None)
     norm = gradient_norm(model) if norm is None else norm
     grads = [_local(p.grad) for p in model.parameters() if p.grad is not None]
     if grads:
-        torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
+        # by 1 where there is no norm: what is wrong is then still where it was, for `first_bad_tensor`
+        scale = (largest / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, torch.where(norm.isfinite(), scale, 1.0))
     return norm
 
 

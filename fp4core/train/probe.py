@@ -19,7 +19,7 @@ from fp4core.ops.linear import preferred_backend, resolve_backend
 from fp4core.recipe import Geometry, Recipe, Study
 from fp4core.records import archive_stale, envelope, write_json, write_marker
 
-from .collection import scheduled_collection
+from .collection import collect_engines, scheduled_collection
 from .distributed import World, device_record, peak_memory_gib
 from .engine import Engine
 from .errors import NonFinite
@@ -124,6 +124,7 @@ def rates(times: list[float], window: tuple[int, int], tokens_per_device: float)
 def _measure(
     study: Study, recipe: Recipe, seed: int, geometry: Geometry, *, stream: TokenStream, world: World
 ) -> dict[str, Any]:
+    collect_engines()
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)
     engine = Engine(

@@ -86,20 +86,31 @@ def test_torch_takes_what_is_not_aligned():
 
 
 @GPU
-def test_no_timing_chooses_where_kernels_must_repeat(monkeypatch):
-    asked = []
-    propose = _cublaslt._proposals
-    monkeypatch.setattr(_cublaslt, "_proposals", lambda *given: asked.append(given[2]) or propose(*given))
+def test_torch_does_it_where_kernels_must_repeat(monkeypatch):
     a, b = operands(2048, 4096, 2048)
     one = scales(1.0, 1.0)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    try:
-        gemm.fp8_gemm(a, b, *one)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    gemm.fp8_gemm(a, b, *one, torch.float32)
-    assert asked == [1, _cublaslt._PROPOSALS]
+    for strict in (True, False):
+        torch.use_deterministic_algorithms(strict)
+        try:
+            out = torch.empty(2048, 4096, dtype=torch.bfloat16, device=DEVICE)
+            assert _cublaslt.product(a, b, *one, out) is not strict
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+@GPU
+def test_operands_that_tell_nothing_choose_nothing():
+    a, b = operands(512, 256, 512)
+    one = scales(1.0, 1.0)
+    bad = a.clone()
+    bad[3, 5] = float("nan")
+    for x in (torch.zeros_like(a), bad):
+        want = torchs(x, b, *one, torch.bfloat16)
+        assert torch.equal(gemm.fp8_gemm(x, b, *one).view(torch.int16), want.view(torch.int16))
+        assert _cublaslt._CHOSEN == {}
+    gemm.fp8_gemm(a, b, *one)
+    assert len(_cublaslt._CHOSEN) == 1
 
 
 @GPU

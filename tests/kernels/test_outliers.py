@@ -24,7 +24,7 @@ CROWD = range(max(16, TOKENS // 8) + 20)  # more than a list takes
 
 
 def gradients(*wide: int, binades: int = 40) -> list[torch.Tensor]:
-    """dQ, dK, dV of one head, [1, 1, TOKENS, 128]: of the ``wide`` tokens dQ and dK are next to nothing."""
+    """dQ, dK, dV of one head, [1, 1, TOKENS, 128]: of the ``wide`` tokens dQ and dK are much smaller."""
     grads = [draw(TOKENS, 128, scale=0.1, seed=i)[None, None] for i in range(3)]
     for d in grads[:2]:
         d[:, :, list(wide)] *= 2.0**-binades
@@ -44,17 +44,22 @@ def test_rows_wider_than_a_carrier_are_listed_and_scaled_to_zero():
         d[:, :, 10] = 0.0
     grads[0][:, :, 40, 5] = float("inf")  # nothing would hold it better
     outliers = row_scale.outlier_list(TOKENS, DEVICE)
-    scales = row_scale.row_scales(*grads, outliers=outliers, widest=WIDEST)
+    state = states(1, 0)[0]
+    scales = row_scale.row_scales(*grads, outliers=outliers, state=state, widest=WIDEST)
+    assert not state.any()
     assert listed(outliers) == [3, 8, 41] == (scales == 0).nonzero().flatten().tolist()
     plain = row_scale.row_scales(*grads)
     assert torch.equal(scales[scales != 0], plain[scales != 0]) and (plain != 0).all()
 
 
-def test_a_full_list_leaves_the_rest_to_the_misfit_count():
-    grads = gradients(*CROWD)
+def test_rows_without_room_are_a_misfit_that_fp8_cannot_hold():
+    """Also those that would fit beside the others: which rows find room is chance."""
+    grads = gradients(*CROWD, binades=WIDEST + 1)
     outliers = row_scale.outlier_list(TOKENS, DEVICE)
     room = outliers.numel() - 1
-    scales = row_scale.row_scales(*grads, outliers=outliers, widest=WIDEST)
+    state = states(1, 0)[0]
+    scales = row_scale.row_scales(*grads, outliers=outliers, state=state, widest=WIDEST)
+    assert state[3] > 0 and state[2] == 0x7FFF
     taken = outliers[1:].tolist()
     assert int(outliers[0]) == len(CROWD) and len(set(taken)) == len(taken) == room < len(CROWD)
     assert sorted(taken) == (scales == 0).nonzero().flatten().tolist() and set(taken) < set(CROWD)
@@ -143,6 +148,7 @@ def case():
     m = model("mxfp4_sr")
     with schedule("serial"):
         expected = [dgrad(m, *group_of(m), gradients(*w)) for w in ((), WIDE, CROWD)]
+        expected.append(dgrad(m, *group_of(m), gradients(*CROWD, binades=WIDEST + 1)))
     assert group_of(m)[0].plan.kinds[DY_ROW] == "bf16"
     carrier_groups.forget()
     return m, expected
@@ -151,7 +157,7 @@ def case():
 @pytest.mark.usefixtures("fresh_groups")
 def test_a_product_keeps_fp8_when_few_rows_are_too_wide(case):
     """Equal to the product of BF16 carriers, which hold every row."""
-    m, (usual, wide, crowd) = case
+    m, (usual, wide, crowd, _) = case
     g, weights = group_of(m)
     agree(dgrad(m, g, weights, gradients()), usual)
     assert not g.plan.set_apart
@@ -166,7 +172,7 @@ def test_a_product_keeps_fp8_when_few_rows_are_too_wide(case):
 
 @pytest.mark.usefixtures("fresh_groups")
 def test_one_repeated_step_suffices_for_all_that_follow(case):
-    m, (usual, wide, _) = case
+    m, (usual, wide, _, _) = case
     g, weights = group_of(m, deferred=True)
     for grads, want in ((gradients(), usual), (gradients(), usual)):
         agree(dgrad(m, g, weights, grads), want)
@@ -183,6 +189,43 @@ def test_one_repeated_step_suffices_for_all_that_follow(case):
     # the window forgot the rows that are no longer in the carrier
     low, high = g.recent()[DY_ROW]
     assert high - low <= WIDEST
+
+
+@pytest.mark.usefixtures("fresh_groups")
+def test_more_rows_than_there_is_room_for_send_the_product_to_bf16(case):
+    m, (_, wide, _, crowd) = case
+    g, weights = group_of(m)
+    agree(dgrad(m, g, weights, gradients(*WIDE)), wide)
+    assert g.plan.set_apart and g.plan.kinds[DY_ROW] == "e5m2"
+    agree(dgrad(m, g, weights, gradients(*CROWD, binades=WIDEST + 1)), crowd)
+    assert g.plan.kinds[DY_ROW] == "bf16"
+
+
+@pytest.mark.usefixtures("fresh_groups")
+def test_a_product_returns_from_bf16_although_outliers_remain(case):
+    """As an earlier version's checkpoint leaves it, or a step with too many of them."""
+    m, (usual, wide, _, _) = case
+    g, weights = group_of(m, deferred=True)
+    agree(dgrad(m, g, weights, gradients()), usual)
+    g.plan.kinds[DY_ROW] = g.plan.kinds[W_COL] = "bf16"
+    g.plan.refs[DY_ROW] = g.plan.refs[W_COL] = 0
+    g.resume()
+    for turn in range(3):
+        agree(dgrad(m, g, weights, gradients(*WIDE)), wide)
+        assert carrier.misfits(m) == []
+        assert (g.plan.kinds[DY_ROW] == "bf16") == (turn == 0)
+        carrier.turn(m)
+    assert g.plan.set_apart and (g.plan.kinds[DY_ROW], g.plan.kinds[W_COL]) == ("e5m2", "e4m3")
+
+
+@pytest.mark.usefixtures("fresh_groups")
+def test_one_kernel_per_boundary_sets_nothing_apart(case):
+    """It scales no rows; a plan that says so may come from training under the usual schedule."""
+    m, (usual, _, _, _) = case
+    g, weights = group_of(m)
+    g.plan.set_apart = True
+    with schedule("single"):
+        agree(dgrad(m, g, weights, gradients()), usual)
 
 
 def test_a_plan_sets_rows_apart_before_it_leaves_fp8():

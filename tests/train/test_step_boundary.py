@@ -129,6 +129,16 @@ def test_clipping_is_torchs_own(largest: float) -> None:
         assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_clipping_by_no_norm_spoils_no_other_gradient(poison: float) -> None:
+    layer = _layer()[0]
+    layer.weight.grad[3, 5] = poison
+    before = [p.grad.clone() for p in layer.parameters()]
+    assert not clip_gradients(layer, 1.0).isfinite()
+    for p, was in zip(layer.parameters(), before, strict=True):
+        assert torch.equal(p.grad.view(torch.int32), was.view(torch.int32))
+
+
 def test_the_update_is_queued_before_the_host_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the host's part of the check comes once per attempt."""
     made, calls = _engine(), []
