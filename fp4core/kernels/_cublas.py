@@ -22,12 +22,12 @@ _DISALLOW_REDUCED_PRECISION = 16  # no BF16 partial sums when cuBLAS splits K
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """cuBLAS as torch has loaded it; None where there is none (no CUDA, or a static build)."""
+def library(name: str = "cublas") -> ctypes.CDLL | None:
+    """cuBLAS (or "cublasLt") as torch has loaded it; None where there is none (no CUDA, a static build)."""
     if torch.version.cuda is None or torch.version.hip is not None:
         return None
     try:
-        return ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
+        return ctypes.CDLL(f"lib{name}.so.{torch.version.cuda.split('.')[0]}")
     except OSError:
         return None
 

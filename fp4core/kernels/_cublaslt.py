@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp4core.kernels import _cublas
+
 _TYPE = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_32F, _R_32F = 68, 0
 _TRANSA, _TRANSB, _SCALE_A, _SCALE_B, _FAST_ACCUM = 3, 4, 17, 18, 25  # CUBLASLT_MATMUL_DESC_*
@@ -58,12 +60,9 @@ class _Call:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """cuBLASLt as torch has loaded it; None where there is none (no CUDA, or a static build)."""
-    if torch.version.cuda is None or torch.version.hip is not None:
-        return None
-    try:
-        found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
-    except OSError:
+    """cuBLASLt as torch has loaded it, its arguments declared; None where there is none."""
+    found = _cublas.library("cublasLt")
+    if found is None:
         return None
     pointer = ctypes.c_void_p
     found.cublasLtMatmul.argtypes = [pointer] * 14 + [ctypes.c_size_t, pointer]
