@@ -212,14 +212,8 @@ def _prepare(
         _Proposal(),
     )
     if kind not in _CHOSEN:
-        expected = torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a=scale_a.reshape(()),
-            scale_b=scale_b.reshape(()),
-            out_dtype=out.dtype,
-            use_fast_accum=False,
-        )
+        expected = a.new_empty((m, n), dtype=out.dtype)
+        torch_product(a, b, scale_a, scale_b, expected)
         # zeros, infinities and NaN tell no two algorithms apart: the next operands may
         if expected.isfinite().all() and expected.any():
             _CHOSEN[kind] = _choose(call, kind, a, b, expected)
@@ -229,6 +223,19 @@ def _prepare(
         return None
     call.proposal = chosen
     return call
+
+
+def torch_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> None:
+    """What ``product`` computes, by torch, always; arguments as there, of any alignment."""
+    torch._scaled_mm(
+        a,
+        b.t(),
+        scale_a=scale_a.reshape(()),
+        scale_b=scale_b.reshape(()),
+        out_dtype=out.dtype,
+        use_fast_accum=False,
+        out=out,
+    )
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out: Tensor) -> bool:

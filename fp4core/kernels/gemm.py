@@ -300,18 +300,9 @@ def fp8_gemm(
         ValueError: shapes or types that do not fit.
     """
     _check_operands(a, b, FP8, "fp8_gemm")
-    if a.dtype == b.dtype == torch.float8_e5m2 or interpreted():
-        out = _output(a, b, dtype, out)
-        return triton_gemm(a, b, scale_a * scale_b, _one(a.device), _one(a.device), out)
     out = _output(a, b, dtype, out)
-    if _cublaslt.product(a, b, scale_a, scale_b, out):
-        return out
-    return torch._scaled_mm(
-        a,
-        b.t(),
-        scale_a=scale_a.reshape(()),
-        scale_b=scale_b.reshape(()),
-        out_dtype=dtype,
-        use_fast_accum=False,
-        out=out,
-    )
+    if a.dtype == b.dtype == torch.float8_e5m2 or interpreted():
+        return triton_gemm(a, b, scale_a * scale_b, _one(a.device), _one(a.device), out)
+    if not _cublaslt.product(a, b, scale_a, scale_b, out):
+        _cublaslt.torch_product(a, b, scale_a, scale_b, out)
+    return out

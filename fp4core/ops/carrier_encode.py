@@ -68,11 +68,8 @@ def _plain(x: Tensor, view: int) -> Carrier:
 
 def _held_scaling(g: Group, x: Tensor, view: int, producer: int) -> Scaling | None:
     """Scales of a format whose tensor maximum is sampled and held; None where it takes its own."""
-    op = g.operands[view]
-    if op.format == "bf16" or not formats.get(op.format).sampled_amax:
-        return None  # before x is rounded for nothing
     column = held.W if view in (W_ROW, W_COL) else held.X if view in (X_ROW, X_COL) else held.DY
-    amax = held.reference(x.to(torch.bfloat16), op, g.spec, producer, column)
+    amax = held.reference(x, g.operands[view], g.spec, producer, column)
     if amax is None:
         return None
     where = "row" if view in (X_ROW, DY_ROW, W_ROW) else "col"

@@ -16,6 +16,7 @@ from torch import nn
 
 from fp4core.ops import spec as specs
 from fp4core.ops.held import HeldAmax
+from fp4core.ops.host_copy import to_device
 from fp4core.ops.linear import Linear, preferred_backend, resolve_backend
 from fp4core.recipe import Recipe, load_recipe
 
@@ -85,11 +86,7 @@ def set_sr_state(model: nn.Module, seed: int, step: int, token_offset: int = 0) 
         device = layer.weight.device
         if device not in shared:
             # a new tensor, never written in place: what a pending backward pass saved stays as it was
-            # pinned: any other copy may wait for all work queued on the device, once per micro-batch
-            numbers = torch.tensor(
-                [int(seed), int(step), int(token_offset)], pin_memory=device.type == "cuda"
-            )
-            shared[device] = numbers.to(device, non_blocking=True)
+            shared[device] = to_device(torch.tensor([int(seed), int(step), int(token_offset)]), device)
         layer.sr_state = shared[device]
     if resolve_backend(layers[0].backend, layers[0].weight.device.type) == "te":
         importlib.import_module("fp4core.ops.te_backend").seed_generator(

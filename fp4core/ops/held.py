@@ -123,15 +123,16 @@ def amax(x: Tensor) -> Tensor:
 
 
 def reference(x: Tensor, op: Operand, spec: str, producer: int, column: int) -> Tensor | None:
-    """The reference amax to quantise BF16 ``x`` with, or None where the format takes its own.
+    """The reference amax to quantise ``x``, rounded to BF16, with; None where the format takes its own.
 
     Args:
-        x: the tensor; W already rounded to BF16.
+        x: the tensor, BF16 or, of a weight, FP32.
         op: its operand. spec: of the layer. producer: the layer's producer id.
         column: ``X``, ``W`` or ``DY``.
     """
     if op.format == "bf16" or not formats.get(op.format).sampled_amax:
         return None
+    x = x.to(torch.bfloat16)
     factor = 1.0 if op.scale_target is None else E4M3_MAX / op.scale_target
     number = specs.table(spec)
     table = None if number is None else _tables.get(number)

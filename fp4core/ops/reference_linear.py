@@ -43,7 +43,7 @@ class _Operands:
         key = None
         if op.rounding == "stochastic":
             key = SRKey(self.seed, self.step, producer, self.token * x.shape[1])
-        amax = held.reference(x.to(_BF16), op, self.spec, producer, column)
+        amax = held.reference(x, op, self.spec, producer, column)
         fmt = formats.get(op.format)
         return fake_quant_2d(x, fmt, axis=axis, hadamard=op.hadamard, key=key, held_amax=amax)
 

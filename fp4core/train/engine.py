@@ -23,7 +23,7 @@ from torch import nn
 import fp4core
 from fp4core.model.build import build_model, materialise
 from fp4core.ops.held import held_amax
-from fp4core.ops.host_copy import HostCopy
+from fp4core.ops.host_copy import HostCopy, to_device
 from fp4core.recipe import Recipe, Study
 
 from .distributed import World, exchange_gradients, keep_gathered, shard
@@ -169,10 +169,7 @@ class Engine:
             place = (step - 1) * train.global_batch + row
             seed = order_seed(self.study.data.seed, self.seed)
             rows = torch.from_numpy(self.stream.batch(place, self.split.local_batch, seed=seed))
-            if self.world.device.type == "cuda":
-                # from pageable memory the copy would wait for all work queued on the device
-                rows = rows.pin_memory()
-            rows = rows.to(self.world.device, non_blocking=True)
+            rows = to_device(rows, self.world.device)
             yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), row * train.sequence
 
     def step(self, step: int) -> StepResult:
