@@ -76,6 +76,16 @@ def encode_weights(model: nn.Module) -> None:
         module.new_epoch()
 
 
+def release_weights(model: nn.Module) -> int:
+    """Free whole weights for which their encodings stand in until the next ``encode_weights``; bytes freed.
+
+    For parameters that somebody fills again before they are read, as FSDP2 does when it gathers: their
+    storage is emptied. Weights that a route keeps in BF16, or that were not encoded yet, stay as they are.
+    """
+    module = sys.modules.get(_ENCODE)
+    return 0 if module is None else module.release(sys.modules[_GROUPS].linears(model))
+
+
 def memory(model: nn.Module) -> int:
     """Bytes of encoded weights that the model's layers keep on the device."""
     return sum(g.weights.bytes() for g in _groups(model))

@@ -6,18 +6,19 @@ Every function here loops until the blocks fit when the group's mode says so (``
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from fp4core import formats
 from fp4core.kernels.producers import CARRIERS, SR, Produced, Scaling, View, produce, scaling
 from fp4core.ops import held
 from fp4core.ops.carrier_gemm import Carrier
-from fp4core.ops.carrier_groups import Group, Weights
+from fp4core.ops.carrier_groups import Group, Weights, groups_of
 from fp4core.ops.carrier_plan import DY_COL, DY_ROW, W_COL, W_ROW, X_COL, X_ROW, constant_of, is_mx
 from fp4core.ops.quantize import SRKey, quantize
 from fp4core.recipe import Operand
@@ -199,10 +200,13 @@ def encode_weights(g: Group, weights: Sequence[Tensor]) -> Weights:
 
     A parameter's version counter tells in-place updates. Under torch.distributed it does not (a resharded
     parameter is refilled behind its back), so there encodings are kept only between calls of ``new_epoch``.
+    Weights that ``release`` has emptied are not read. RuntimeError where nothing stands in for them.
     """
     views = (W_ROW, W_COL)
     kinds = tuple((g.plan.kinds[v], g.plan.refs[v]) for v in views)
-    key = (_EPOCH[0], held.epoch(g.spec), *((w.data_ptr(), w._version, w.dtype, *w.shape) for w in weights))
+    key = (*_now(g), tuple(_place(w) for w in weights))
+    if not all(w.data_ptr() for w in weights):
+        return _standing_in(g, weights, kinds)
     if g.weights.key == (key, kinds) and _may_keep():
         return g.weights
 
@@ -234,6 +238,65 @@ def encode_weights(g: Group, weights: Sequence[Tensor]) -> Weights:
         g.weights = made
         g.watch(weights)
     return made
+
+
+def _now(g: Group) -> tuple[int, int]:
+    return _EPOCH[0], held.epoch(g.spec)
+
+
+def _place(w: Tensor) -> tuple:
+    """Where a parameter is, its version and its shape."""
+    return (w.data_ptr(), w._version, w.dtype, *w.shape)
+
+
+def release(layers: Sequence[nn.Module]) -> int:
+    """Empty the storage of these linears' weights whose encodings stand in for them; bytes freed.
+
+    For whole weights that somebody else fills again before ``new_epoch``, as FSDP2 does with gathered
+    parameters: each must have a storage of its own. Weights that are not encoded in this epoch, or whose
+    encoding is a view of them (a recipe with BF16 weights), stay.
+    """
+    weights = {_place(m.weight): m.weight for m in layers if m.weight.data_ptr()}
+    freed = 0
+    for g in groups_of(layers):
+        if not g.weights.key or not _may_keep():
+            continue
+        *now, places = g.weights.key[0]
+        if tuple(now) != _now(g) or not all(place in weights for place in places):
+            continue
+        storages = [weights[place].untyped_storage() for place in places]
+        addresses = {storage.data_ptr() for storage in storages}
+        if addresses.isdisjoint(c.data.untyped_storage().data_ptr() for c in g.weights.carriers()):
+            freed += sum(storage.nbytes() for storage in storages)
+            for storage in storages:
+                storage.resize_(0)
+    return freed
+
+
+def _standing_in(g: Group, weights: Sequence[Tensor], kinds: tuple) -> Weights:
+    """The encodings of released weights, widened where the plan has changed: a carrier holds them exactly."""
+    made = g.weights
+    shapes = tuple(place[2:] for place in made.key[0][2]) if made.key else ()
+    if not made.key or made.key[0][:2] != _now(g) or shapes != tuple((w.dtype, *w.shape) for w in weights):
+        raise RuntimeError(
+            f"carrier: got weights without storage (producers {g.producers}) that no encoding of this epoch "
+            "stands in for; fill them first, as FSDP2's unshard() does, then call carrier.encode_weights"
+        )
+    if made.key[1] != kinds:
+        (row, _), (col, _) = kinds
+        joint = None if made.joint is None else _as_kind(made.joint, row)
+        rows = [_as_kind(c, row) for c in made.rows]
+        if joint is not None:
+            parts = joint.data.split([c.data.shape[0] for c in rows])
+            rows = [dataclasses.replace(joint, data=part) for part in parts]
+        columns = [_as_kind(c, col) for c in made.columns]
+        g.weights = Weights(key=(made.key[0], kinds), rows=rows, joint=joint, columns=columns)
+    return g.weights
+
+
+def _as_kind(c: Carrier, kind: str) -> Carrier:
+    """As it is where it has this type, else in BF16, in which either partner's product can be taken."""
+    return c if c.data.dtype == CARRIERS[kind] else c.widened()
 
 
 def _joint_rows(g: Group, weights: Sequence[Tensor]) -> Tensor | None:
@@ -305,5 +368,6 @@ __all__ = [
     "encode_gradients",
     "encode_weights",
     "new_epoch",
+    "release",
     "view_of",
 ]

@@ -133,10 +133,14 @@ class Weights:
     joint: Carrier | None = None
     columns: list[Carrier] = field(default_factory=list)
 
+    def carriers(self) -> list[Carrier]:
+        """All operands; several may share memory."""
+        return [*self.rows, *self.columns, *([] if self.joint is None else [self.joint])]
+
     def bytes(self) -> int:
         """Device memory of the encodings."""
         seen: dict[int, int] = {}
-        for c in [*self.rows, *self.columns]:
+        for c in self.carriers():
             storage = c.data.untyped_storage()
             seen[storage.data_ptr()] = storage.nbytes()
         return sum(seen.values())
@@ -319,6 +323,7 @@ class Group:
 _DEFERRED: set[tuple[torch.device, str, int]] = set()  # (device, spec, producer) of linears that run ahead
 _TABLES: dict[torch.device, _Table] = {}
 _GROUPS: dict[tuple, Group] = {}
+_OF_LAYER: dict[tuple[torch.device, str, int], list[Group]] = {}  # by (device, spec, producer)
 
 
 def _table(device: torch.device) -> _Table:
@@ -337,19 +342,31 @@ def group(producers: Iterable[int], spec: str, device: torch.device) -> Group:
     key = (tuple(producers), spec, device)
     if key not in _GROUPS:
         _GROUPS[key] = Group(key[0], spec, device, fp8_capable(device))
+        for producer in key[0]:
+            _OF_LAYER.setdefault((device, spec, producer), []).append(_GROUPS[key])
     return _GROUPS[key]
 
 
-def _linears(model: nn.Module) -> set[tuple[torch.device, str, int]]:
+def linears(model: nn.Module) -> list[nn.Module]:
+    """The model's quantised linears."""
     # a lookup in the instance's own attributes: a module's missing attribute costs an exception
-    found = (m for m in model.modules() if "producer" in m.__dict__)
-    return {(m.weight.device, m.spec, m.producer) for m in found}
+    return [m for m in model.modules() if "producer" in m.__dict__]
+
+
+def _linears(model: nn.Module) -> set[tuple[torch.device, str, int]]:
+    return {(m.weight.device, m.spec, m.producer) for m in linears(model)}
 
 
 def groups(model: nn.Module) -> list[Group]:
     """Groups that the model's linears have used so far."""
     known = _linears(model)
     return [g for g in _GROUPS.values() if known.intersection((g.device, g.spec, p) for p in g.producers)]
+
+
+def groups_of(layers: Iterable[nn.Module]) -> list[Group]:
+    """Groups that these linears have used so far, without a look at any other."""
+    places = [(m.weight.device, m.spec, m.producer) for m in layers]
+    return list(dict.fromkeys(g for place in places for g in _OF_LAYER.get(place, ())))
 
 
 def set_deferred(model: nn.Module, deferred: bool) -> None:
@@ -365,6 +382,7 @@ def set_deferred(model: nn.Module, deferred: bool) -> None:
 def forget() -> None:
     """Drop every group, with its encodings and plan."""
     _GROUPS.clear()
+    _OF_LAYER.clear()
     _TABLES.clear()
     _DEFERRED.clear()
 

@@ -26,7 +26,7 @@ from fp4core.ops.held import held_amax
 from fp4core.ops.host_copy import HostCopy, to_device
 from fp4core.recipe import Recipe, Study
 
-from .distributed import World, exchange_gradients, keep_gathered, shard
+from .distributed import World, exchange_gradients, keep_gathered, release_encoded, shard
 from .errors import RunError
 from .guard import step_guard
 from .optim import (
@@ -127,6 +127,8 @@ class Engine:
             if train.exchange
             else None
         )
+        if train.keep_gathered:
+            release_encoded(self.model)
         self.optimizer = make_optimizer(
             self.model, lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
         )
