@@ -101,7 +101,11 @@ def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | Non
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Ratios to BF16 at equal geometry, and of several GPUs to one at equal geometry per GPU."""
+    """Ratios to BF16 at equal geometry and at each route's fastest, and of several GPUs to one.
+
+    `selected`: each route's fastest geometry against BF16's fastest, at equal tokens per step, depth and
+    GPUs. `scaling`: at equal geometry per GPU.
+    """
     done = [(Job(**row["job"]), row["tokens_per_s"]) for row in rows if row.get("tokens_per_s")]
     rates = {(job.route, job.geometry()): rate for job, rate in done}
     ratios, scaling = [], []
@@ -112,7 +116,21 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         one = rates.get((job.route, dataclasses.replace(job, gpus=1).geometry()))
         if one and job.gpus > 1:
             scaling.append({"job": job.title, "gpus": job.gpus, "against_one": rate / one})
-    return {"routes": ratios, "scaling": scaling}
+    return {"routes": ratios, "selected": _selected(done), "scaling": scaling}
+
+
+def _selected(done: list[tuple[Job, float]]) -> list[dict[str, Any]]:
+    fastest: dict[tuple[str, tuple[Any, ...]], tuple[float, Job]] = {}
+    for job, rate in done:
+        place = (job.route, job.experiment())
+        if place not in fastest or rate > fastest[place][0]:
+            fastest[place] = (rate, job)
+    found = []
+    for (route, experiment), (rate, job) in fastest.items():
+        base = fastest.get(("bf16", experiment))
+        if base and route != "bf16" and job.geometry() != base[1].geometry():
+            found.append({"job": job.title, "base": base[1].title, "against_bf16": rate / base[0]})
+    return found
 
 
 def main(argv: list[str]) -> int:
@@ -123,6 +141,9 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--max-seconds", type=float, default=420.0, help="for all jobs together")
+    parser.add_argument(
+        "--as-given", action="store_true", help="no second try with less memory where a job runs out of it"
+    )
     parser.add_argument("--defaults", default="", help="KEY=VALUE:KEY=VALUE that every job starts from")
     parser.add_argument("--commit", help="commit of this tree, where it is no checkout")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "scale.json")
@@ -156,7 +177,8 @@ def _run(jobs: list[Job], options: argparse.Namespace, argv: list[str]) -> int:
         else:
             rows.append(_one(job, end))
             smaller = _smaller(job)
-            if rows[-1].get("out_of_memory") and smaller != job and end - time.time() > _START:
+            again = rows[-1].get("out_of_memory") and smaller != job and not options.as_given
+            if again and end - time.time() > _START:
                 rows.append(_one(smaller, end))
         write_json(
             options.out, {**head, "seconds": time.time() - began, "summary": summary(rows), "rows": rows}

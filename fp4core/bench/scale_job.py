@@ -78,12 +78,23 @@ class Job:
     @property
     def title(self) -> str:
         shape = f"{self.local_batch}x{self.accumulation} {self.activation_checkpoint}"
-        return f"{self.route} {self.gpus} GPU {self.blocks} blocks {shape}"
+        again = "" if self.keep_gathered else " gathered anew"
+        return f"{self.route} {self.gpus} GPU {self.blocks} blocks {shape}{again}"
 
     def geometry(self) -> tuple[Any, ...]:
         """What must be equal for two routes to be compared."""
         settings = dataclasses.asdict(self)
         return tuple(v for k, v in settings.items() if k not in ("route", "steps", "window", "profile"))
+
+    def experiment(self) -> tuple[Any, ...]:
+        """What must be equal for two routes to have trained the same model on the same tokens."""
+        apart = (
+            *("route", "steps", "window", "profile", "local_batch", "accumulation", "activation_checkpoint"),
+            *("keep_gathered", "exchange"),
+        )
+        settings = dataclasses.asdict(self)
+        tokens = self.gpus * self.local_batch * self.accumulation * self.sequence
+        return (tokens, *(v for k, v in settings.items() if k not in apart))
 
     def study(self) -> Study:
         """The report's study with this job's depth, geometry and length."""

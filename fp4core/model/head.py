@@ -10,8 +10,9 @@ Variants (``ModelConfig.output_head``), report appendix B:
 GEMMs accumulate in FP32; logits and dlogits are rounded to BF16, softmax and loss are FP32, dw is summed in
 FP32. With an FP32 h the "bf16" variant rounds nothing (the mode that is compared with Hugging Face's model).
 
-The loss never holds more than one chunk of logits beyond BF16: with one chunk its BF16 logits are kept for
-backward, with more they are computed again, which costs one more head GEMM and gives the same bits.
+The loss never holds more than one chunk of logits, in BF16: with one chunk they are kept for backward, with
+more they are computed again, which costs one more head GEMM and gives the same bits. Their gradient takes
+their place, so backward goes through the loss once.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ def _logits(h: Tensor, w_operand: Tensor, variant: str) -> Tensor:
 
 
 def _backward(dlogits: Tensor, h: Tensor, w: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    """(dh in h's dtype, dw FP32) of dlogits [T, V] in h's dtype."""
+    """(dh in h's dtype, dw as the product gives it: FP32 or exact in it) of dlogits [T, V] in h's dtype."""
     dh = _product(dlogits, w.to(h.dtype)).to(h.dtype)
     if variant == "lowp_mxfp8_wgrad":
         left, right = _mxfp8(dlogits.t()).to(h.dtype), _mxfp8(h.t()).to(h.dtype)
-        return dh, _product(left, right.t()).float()
-    return dh, _product(dlogits.t(), h).float()
+        return dh, _product(left, right.t())
+    return dh, _product(dlogits.t(), h)
 
 
 class _Logits(torch.autograd.Function):
@@ -137,7 +138,10 @@ class _CrossEntropy(torch.autograd.Function):
             dlogits = gradient_of(logits, sums[part], targets[part], grad[part])
             dh, chunk_dw = _backward(dlogits, h[part], w, ctx.variant)
             dhs.append(dh)
-            dw = chunk_dw if dw is None else dw + chunk_dw
+            # a lone chunk's is rounded no further; sums are FP32
+            dw = (
+                chunk_dw if h.shape[0] <= ctx.chunk else chunk_dw.float() if dw is None else dw.add_(chunk_dw)
+            )
         return torch.cat(dhs).view(ctx.shape), dw.to(w.dtype), None, None, None, None
 
 
@@ -154,8 +158,8 @@ def _chunk_losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _logits_gradient(logits: Tensor, total: Tensor, target: Tensor, grad: Tensor) -> Tensor:
-    """Gradient of the logits, in their dtype [T, V]."""
-    return _softmax_gradient(logits, total, target, grad).to(logits.dtype)
+    """Gradient of the logits, in their dtype [T, V] and in their place."""
+    return logits.copy_(_softmax_gradient(logits, total, target, grad))
 
 
 def _log_sum_exp(logits: Tensor) -> Tensor:

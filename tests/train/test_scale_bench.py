@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -96,3 +97,27 @@ def test_kinds_of_kernels_and_what_hides_what() -> None:
 )
 def test_kinds_by_name(name: str, kind: str) -> None:
     assert trace.kind(name) == kind
+
+
+def test_each_route_is_compared_at_its_own_fastest_geometry_too() -> None:
+    def row(job: Job, rate: float | None) -> dict:
+        return {"job": dataclasses.asdict(job), "tokens_per_s": rate}
+
+    one, two = {"accumulation": 8}, {"local_batch": 2, "accumulation": 4}
+    rows = [
+        row(Job("bf16", **one), 100.0),
+        row(Job("bf16", **two), None),  # out of memory
+        row(Job("bf16", **two, keep_gathered=False), 90.0),
+        row(Job("mxfp4_sr", **one), 140.0),
+        row(Job("mxfp4_sr", **two), 150.0),
+        row(Job("mxfp4_sr", **two, blocks=20), 990.0),
+        row(Job("nvfp4_cta", **one), 95.0),
+    ]
+    found = scale.summary(rows)
+    assert {entry["job"]: entry["against_bf16"] for entry in found["routes"]} == {
+        Job("mxfp4_sr", **one).title: 1.4,
+        Job("nvfp4_cta", **one).title: 0.95,
+    }
+    assert found["selected"] == [
+        {"job": Job("mxfp4_sr", **two).title, "base": Job("bf16", **one).title, "against_bf16": 1.5}
+    ]
