@@ -46,6 +46,7 @@ class OutputHead(nn.Module):
         if chunk < BLOCK or chunk % BLOCK:
             raise ValueError(f"output head: got chunks of {chunk} tokens, needed a multiple of {BLOCK}")
         self.variant, self.chunk = variant, chunk
+        self._room = _Room()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab, hidden))
         self._compiled = False
 
@@ -57,7 +58,36 @@ class OutputHead(nn.Module):
         weight = self.weight if weight is None else weight
         if targets is None:
             return _Logits.apply(h, weight, self.variant)
-        return _CrossEntropy.apply(h, weight, targets, self.variant, self.chunk, self._compiled)
+        keep = torch.is_grad_enabled()  # nowhere to be seen inside
+        # a compiler cannot follow what is kept from call to call, and plans memory itself
+        room = None if torch.compiler.is_compiling() else self._room
+        return _CrossEntropy.apply(h, weight, targets, self.variant, self.chunk, self._compiled, room, keep)
+
+
+class _Room:
+    """Logits of one chunk that stay allocated: the largest tensor of a step, wanted when memory is fullest.
+
+    A device that is nearly full finds no room of that size between others, and waits while the allocator
+    makes some.
+    """
+
+    def __init__(self) -> None:
+        self._free: Tensor | None = None
+
+    def borrow(self, rows: int, columns: int, like: Tensor) -> Tensor:
+        """[>= rows, columns] of ``like``'s type, from a past `give` where it has that shape."""
+        free, self._free = self._free, None
+        fits = free is not None and free.shape[0] >= rows and free.shape[1] == columns
+        if fits and free.dtype == like.dtype and free.device == like.device:
+            return free
+        return like.new_empty((rows, columns))
+
+    def give(self, room: Tensor) -> None:
+        """Nobody reads ``room`` any more."""
+        self._free = room
+
+    def __deepcopy__(self, memo: dict) -> _Room:
+        return _Room()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -75,9 +105,12 @@ def _weight_operand(w: Tensor, h: Tensor, variant: str) -> Tensor:
     return w.to(h.dtype) if variant == "bf16" else _mxfp8(w).to(h.dtype)
 
 
-def _logits(h: Tensor, w_operand: Tensor, variant: str) -> Tensor:
+def _logits(h: Tensor, w_operand: Tensor, variant: str, out: Tensor | None = None) -> Tensor:
     operand = h if variant == "bf16" else _mxfp8(h).to(h.dtype)
-    return _product(operand, w_operand.t()).to(h.dtype)
+    if out is not None and h.device.type == "cuda":
+        return torch.mm(operand, w_operand.t(), out=out)
+    logits = _product(operand, w_operand.t()).to(h.dtype)
+    return logits if out is None else out.copy_(logits)
 
 
 def _backward(dlogits: Tensor, h: Tensor, w: Tensor, variant: str) -> tuple[Tensor, Tensor]:
@@ -109,20 +142,34 @@ class _CrossEntropy(torch.autograd.Function):
     """FP32 losses [...] of h [..., D] and targets [...]; no view, as FSDP warns of an output that is one."""
 
     @staticmethod
-    def forward(ctx, h: Tensor, w: Tensor, targets: Tensor, variant: str, chunk: int, fused: bool) -> Tensor:
+    def forward(
+        ctx,
+        h: Tensor,
+        w: Tensor,
+        targets: Tensor,
+        variant: str,
+        chunk: int,
+        fused: bool,
+        shared: _Room | None,
+        differentiable: bool,
+    ) -> Tensor:
         ctx.shape = h.shape
         losses_of = _compiled(_chunk_losses) if fused else _chunk_losses
         h, flat = h.flatten(0, -2), targets.flatten()
         w_operand = _weight_operand(w, h, variant)
-        losses, sums, kept = [], [], None
+        losses, sums = [], []
+        room = None if shared is None else shared.borrow(min(chunk, h.shape[0]), w.shape[0], h)
         for first in range(0, h.shape[0], chunk):
-            logits = _logits(h[first : first + chunk], w_operand, variant)
+            part = h[first : first + chunk]
+            logits = _logits(part, w_operand, variant, None if room is None else room[: part.shape[0]])
             loss, total = losses_of(logits, flat[first : first + chunk])
             losses.append(loss)
             sums.append(total)
-            kept = logits if h.shape[0] <= chunk else None
-        ctx.variant, ctx.chunk, ctx.fused = variant, chunk, fused
-        ctx.save_for_backward(h, w, flat, torch.cat(sums), *([] if kept is None else [kept]))
+        kept = differentiable and h.shape[0] <= chunk
+        if room is not None and not kept:
+            shared.give(room)
+        ctx.variant, ctx.chunk, ctx.fused, ctx.shared = variant, chunk, fused, shared
+        ctx.save_for_backward(h, w, flat, torch.cat(sums), *([logits] if kept else []))
         return torch.where(targets == IGNORE, 0.0, torch.cat(losses).view(targets.shape))
 
     @staticmethod
@@ -132,9 +179,15 @@ class _CrossEntropy(torch.autograd.Function):
         w_operand = None if kept else _weight_operand(w, h, ctx.variant)
         gradient_of = _compiled(_logits_gradient) if ctx.fused else _logits_gradient
         dhs, dw = [], None
+        rows = min(ctx.chunk, h.shape[0])
+        room = None if kept or ctx.shared is None else ctx.shared.borrow(rows, w.shape[0], h)
         for first in range(0, h.shape[0], ctx.chunk):
             part = slice(first, first + ctx.chunk)
-            logits = kept[0] if kept else _logits(h[part], w_operand, ctx.variant)
+            if kept:
+                logits = kept[0]
+            else:
+                out = None if room is None else room[: h[part].shape[0]]
+                logits = _logits(h[part], w_operand, ctx.variant, out)
             dlogits = gradient_of(logits, sums[part], targets[part], grad[part])
             dh, chunk_dw = _backward(dlogits, h[part], w, ctx.variant)
             dhs.append(dh)
@@ -142,7 +195,9 @@ class _CrossEntropy(torch.autograd.Function):
             dw = (
                 chunk_dw if h.shape[0] <= ctx.chunk else chunk_dw.float() if dw is None else dw.add_(chunk_dw)
             )
-        return torch.cat(dhs).view(ctx.shape), dw.to(w.dtype), None, None, None, None
+        if ctx.shared is not None:
+            ctx.shared.give(kept[0] if kept else room)
+        return torch.cat(dhs).view(ctx.shape), dw.to(w.dtype), *[None] * 6
 
 
 @functools.cache

@@ -225,3 +225,30 @@ def test_model_trains_with_every_head(variant):
 def test_bad_input_is_one_clear_error(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("chunk", [32, 96])
+def test_logits_stay_in_one_place_and_no_pass_disturbs_another(chunk):
+    head = OutputHead(D, V, chunk=chunk)
+    head.weight.data = drawn(V, D, 3) / 8
+    targets = torch.arange(T) % V
+    hs = [drawn(T, D, seed).bfloat16().requires_grad_() for seed in (4, 5)]
+
+    def gradients(losses, h):
+        return torch.autograd.grad(losses.sum(), [h, head.weight])
+
+    alone = [gradients(head(h, targets), h) for h in hs]
+    place = head._room._free
+    assert place.shape == (chunk, V)
+    with torch.no_grad():
+        assert torch.equal(
+            head(hs[0], targets),
+            head(hs[0][:40], targets[:40]).new_tensor(
+                [*head(hs[0][:40], targets[:40]), *head(hs[0][40:], targets[40:])]
+            ),
+        )
+    assert head._room._free is place
+    both = [head(h, targets) for h in hs]  # both before the first backward pass
+    together = [gradients(losses, h) for losses, h in zip(both, hs)]
+    for a, b in zip(alone, together):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
