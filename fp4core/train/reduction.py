@@ -37,6 +37,10 @@ from torch.distributed.tensor import DTensor
 _ALIGN = 64
 # Exchanges whose gradients may be waiting: one moves while the next is being made.
 _IN_FLIGHT = 2
+# Exchanges that the host queues before it waits for the oldest. What NCCL sends point to point goes back to
+# the allocator when the host sees that it was sent, so a host far ahead holds the gradients of a whole pass
+# (14 GiB in 32 blocks); this many keep the device busy all the same.
+_AHEAD = 4
 # Modules of a forward pass after which the exchanges of the pass before are long done.
 _PASSED = 4
 
@@ -59,6 +63,7 @@ class Exchange:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.first = self.last = True
         self._waiting: deque[tuple[Any, Any]] = deque()
+        self._queued: deque[Any] = deque()
         self._passes = self._entered = 0
 
     def begin(self, *, first: bool, last: bool) -> None:
@@ -82,8 +87,12 @@ class Exchange:
 
     def keep(self, gradients: list[Tensor]) -> None:
         """Keep what the side stream reads from now on, and let go of what it has read."""
-        self._waiting.append((self.stream.record_event(), gradients))
+        event = self.stream.record_event()
+        self._waiting.append((event, gradients))
         self._release(_IN_FLIGHT)
+        self._queued.append(event)
+        if len(self._queued) > _AHEAD:
+            self._queued.popleft().synchronize()
 
     def entered(self) -> None:
         """A module's forward pass begins."""
