@@ -80,7 +80,6 @@ class _Boundaries:
     """A block's tensors and groups, and its boundaries as calls."""
 
     def __init__(self, config: ModelConfig, spec: str, tokens: int, device: torch.device) -> None:
-        from fp4core.kernels import fused_rope
         from fp4core.ops import carrier_groups
         from fp4core.ops import spec as specs
 
@@ -102,7 +101,7 @@ class _Boundaries:
         shape = (tokens // length, length)
         self.dqkv = [self.normal(*shape, n // 128, 128, scale=1e-3).transpose(1, 2) for n in (q, kv, kv)]
         angle = torch.rand(length, 64, device=device)
-        self.table = fused_rope.rope_table(angle.cos(), angle.sin(), planes=False)
+        self.cos, self.sin = angle.cos(), angle.sin()
         self.norm = torch.ones(h, device=device)
         self.rstd = torch.ones(tokens, device=device)
         self.state = torch.tensor([1, 2, 0], device=device)
@@ -132,7 +131,7 @@ class _Boundaries:
 
         def qkv_backward() -> Any:
             # these gradients have no outliers, which the product after it would complete
-            rows, cols, scales, _ = b.rope_backward(qkv, self.dqkv, self.table, state)
+            rows, cols, scales, _ = b.rope_backward(qkv, self.dqkv, self.cos, self.sin, state)
             return rows, cols, norm_back(qkv, None, scales)
 
         def mixed(row: int | None, col: int | None) -> Any:

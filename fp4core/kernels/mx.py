@@ -256,11 +256,17 @@ def mx_magnitudes_stochastic(w, t, random, c, RULE: tl.constexpr, PAIR: tl.const
     comes from the packed product: 1.5 x (eight significant bits) rounded to eight bits never reaches the next
     power of two, so the rounding does not disturb it.
     """
+    floor = mul2(t, 0x43004300 + tl.zeros_like(t), ASM) if ASM else t
+    return mx_magnitudes_above(w, t, floor, random, c, RULE, PAIR, ASM)
+
+
+@triton.jit
+def mx_magnitudes_above(w, t, floor, random, c, RULE: tl.constexpr, PAIR: tl.constexpr, ASM: tl.constexpr):
+    """``mx_magnitudes_stochastic`` with ``floor`` = 2^13 s given, which the packed body reads."""
     CLAMP: tl.constexpr = can_exceed(RULE)
     if ASM:
         cf = high_f32(c)
         k = mul2(c, 0x46004600 + tl.zeros_like(c), True)  # 2^13 c
-        floor = mul2(t, 0x43004300 + tl.zeros_like(t), True)  # 64 s x 2^7 = 2^13 s
         pick_low = tl.full([1] * len(w.shape), 2 << (16 * PAIR), tl.int32)
         pick_high = tl.full([1] * len(w.shape), 2 << (16 * PAIR + 8), tl.int32)
         six = high_f32(t) * 0.09375 if CLAMP else cf  # 6 s

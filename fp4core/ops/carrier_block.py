@@ -203,8 +203,7 @@ def _backward(
     grads = attention_backward(
         dmixed.view(shape).transpose(1, 2), q, k, v, mixed.view(shape).transpose(1, 2), lse
     )
-    table = fused_rope.rope_table(cos, sin, planes=False)
-    rows, cols, scales, outliers = rope_backward(qkv_group, grads, table, state)
+    rows, cols, scales, outliers = rope_backward(qkv_group, grads, cos, sin, state)
     columns = encode_weights(qkv_group, weights[:3]).columns
     dnormed = sum_of_products(rows, columns)
     if outliers is not None:

@@ -4,10 +4,10 @@ A boundary turns what one product wrote into what the next ones read. Three sche
 results, and equal carriers but for the rows that "fused" scales (``gradient_scales``):
 
     serial   the arithmetic writes BF16, the producers read it
-    fused    one kernel does the arithmetic and makes the views of activations (the row view forward, the
-             column view of what backward computes again); gradients of SiLU and RMSNorm go to the producers,
-             which make both views from one load. The default: on an H200 faster than one kernel for
-             everything, whose registers leave it two warps per scheduler (NOTES.md)
+    fused    the fastest on an H200 (NOTES.md), the default. One kernel does the arithmetic and makes the
+             views of activations (the row view forward, the column view of what backward computes again).
+             It makes those of gradients too behind attention, and behind SiLU where ``warp_tiles`` can;
+             elsewhere that kernel has too many registers, and gradients go to the producers
     single   one kernel per boundary where every view is of one MX format
 
 Formats whose scales wait for a tensor's or stripe's maximum are done in series under every schedule. Shapes:
@@ -26,7 +26,10 @@ import torch
 from torch import Tensor
 
 from fp4core.kernels import fused_norm, fused_rope, fused_silu, row_scale
+from fp4core.kernels.fused_rope_joint import rope_joint_backward
+from fp4core.kernels.fused_swiglu import swiglu_backward
 from fp4core.kernels.producers import CARRIERS, View
+from fp4core.kernels.warp_tiles import takes
 from fp4core.ops.carrier_encode import encode, encode_gradients, settled, view_of
 from fp4core.ops.carrier_gemm import Carrier
 from fp4core.ops.carrier_groups import Group
@@ -192,10 +195,11 @@ class Outliers:
 
 
 def rope_backward(
-    g: Group, grads: Sequence[Tensor], table: Tensor, state: Tensor
+    g: Group, grads: Sequence[Tensor], cos: Tensor, sin: Tensor, state: Tensor
 ) -> tuple[list[Carrier], list[Carrier], Tensor | None, Outliers | None]:
-    """Operands of (dQ, dK, dV) [B, heads, S, 128] rotated back, for the q, k, v group, and the row operand's
-    scales (``gradient_scales``), which the rows of dX come times until ``norm_backward`` takes them back.
+    """Operands of (dQ, dK, dV) [B, heads, S, 128] rotated back by FP32 cos, sin [S, 64], for the q, k, v
+    group, and the row operand's scales (``gradient_scales``), which the rows of dX come times until
+    ``norm_backward`` takes them back.
 
     Last the rows that are not in the row operand, where the plan sets some apart.
     """
@@ -212,6 +216,7 @@ def rope_backward(
         outliers: bool = False,
     ) -> None:
         at = 0
+        table = fused_rope.rope_table(cos, sin, planes=False)
         for i, (d, width) in enumerate(zip(grads, widths)):
             fused_rope.rope_backward(
                 d,
@@ -243,7 +248,16 @@ def rope_backward(
         scales = gradient_scales(g, *grads, outliers=listed)
         rows = grads[0].new_empty((t, sum(widths)), dtype=CARRIERS[row.carrier])
         cols = grads[0].new_empty((sum(widths), t), dtype=CARRIERS[col.carrier])
-        views(row, col, rows, cols, (g.state[DY_ROW], g.state[DY_COL]), scales)
+        states = (g.state[DY_ROW], g.state[DY_COL])
+        if takes(row, col) and widths[1] == widths[2]:
+            planes = fused_rope.rope_table(cos, sin, planes=True)
+            producers = [p + DY_ROW for p in g.producers]
+            sr = (state, *producers) if row.rounding == "stochastic" else None
+            rope_joint_backward(
+                grads, planes, row=row, col=col, rows=rows, cols=cols, states=states, sr=sr, scales=scales
+            )
+        else:
+            views(row, col, rows, cols, states, scales)
         made = [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)], scales
         return *made, None if listed is None else set_apart(listed, scales)
 
@@ -251,6 +265,7 @@ def rope_backward(
         g.plan.can_set_apart = _scales_gradients(g)
         return settled(g, [DY_ROW, DY_COL], make)
     scales = gradient_scales(g, *grads)
+    table = fused_rope.rope_table(cos, sin, planes=False)
     flat = [d.new_empty((t, width)) for d, width in zip(grads, widths)]
     for i, (d, out) in enumerate(zip(grads, flat)):
         fused_rope.rope_backward(
@@ -308,30 +323,46 @@ def silu_backward(
             the schedule allows.
         scales: of ``gradient_scales``: rows of dh come times these, and those of the row operand leave so.
     """
-    if not (_mx_gradients(g) and _mx_activations(down, X_COL)):
+    made = None
+    if _silu_views(g, down) is not None:
+        made = settled(
+            g,
+            [DY_ROW, DY_COL],
+            lambda: settled(down, [X_COL], lambda: _silu_at_once(g, down, taken[0], gate, up, state, scales)),
+        )
+    if made is None:
         gradients, h = _silu_gradients(down, taken, gate, up, scales)
         used = use(h)
         del h
         rows, cols = encode_gradients(g, gradients, state, True, True, scales)
         return rows, cols, used
-    if scales is not None:
-        raise ValueError("silu_backward: got scaled rows in one kernel; needed schedule 'fused'")
-    dh = taken.pop()
-
-    def make() -> tuple[list[Carrier], list[Carrier], Carrier]:
-        row = view_of(g, DY_ROW)
-        producers = (g.producers[0] + DY_ROW, g.producers[1] + DY_ROW)
-        rows, cols, h = fused_silu.silu_backward(
-            dh,
-            gate,
-            up,
-            row,
-            view_of(g, DY_COL),
-            view_of(down, X_COL),
-            (g.state[DY_ROW], g.state[DY_COL], down.state[X_COL]),
-            (state, *producers) if row.rounding == "stochastic" else None,
-        )
-        return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)], _carrier(down, X_COL, h)
-
-    rows, cols, h = settled(g, [DY_ROW, DY_COL], lambda: settled(down, [X_COL], make))
+    taken.clear()
+    rows, cols, h = made
     return rows, cols, use(h)
+
+
+def _silu_views(g: Group, down: Group) -> tuple[View, View, View] | None:
+    """Row and column view of [dgate | dup] and that of h, where the schedule has one kernel for all."""
+    if not (_mx_gradients(g, "fused", "single") and _mx_activations(down, X_COL)):
+        return None
+    views = view_of(g, DY_ROW), view_of(g, DY_COL), view_of(down, X_COL)
+    return views if _SCHEDULE[0] == "single" or takes(*views) else None
+
+
+def _silu_at_once(
+    g: Group, down: Group, dh: Tensor, gate: Tensor, up: Tensor, state: Tensor, scales: Tensor | None
+) -> tuple[list[Carrier], list[Carrier], Carrier] | None:
+    """``silu_backward``'s operands by one kernel; None where the plan has changed to types it cannot make."""
+    views = _silu_views(g, down)
+    if views is None:
+        return None
+    producers = (g.producers[0] + DY_ROW, g.producers[1] + DY_ROW)
+    sr = (state, *producers) if views[0].rounding == "stochastic" else None
+    states = (g.state[DY_ROW], g.state[DY_COL], down.state[X_COL])
+    if takes(*views):
+        rows, cols, h = swiglu_backward(dh, gate, up, *views, states, sr, scales)
+    elif scales is None:
+        rows, cols, h = fused_silu.silu_backward(dh, gate, up, *views, states, sr)
+    else:
+        raise ValueError("silu_backward: got scaled rows in one kernel; needed schedule 'fused'")
+    return [_carrier(g, DY_ROW, rows)], [_carrier(g, DY_COL, cols)], _carrier(down, X_COL, h)

@@ -25,7 +25,7 @@ FLOATS = {"alpha", "factor", "mean_ptr", "weight_ptr", "rstd_ptr", "dw_ptr", "pl
 TYPES = {"sr_ptr": "i64", "places_ptr": "i64", "w_ptr": "fp8e4nv"}
 TYPES |= dict.fromkeys(("parts_ptr", "rows_ptr", "out_ptr"), "bf16")
 tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-for case, module, name, constants in json.loads(sys.argv[1]):
+for case, module, name, constants, *options in json.loads(sys.argv[1]):
     kernel = getattr(importlib.import_module("fp4core.kernels." + module), name)
     signature = {}
     for argument in kernel.arg_names:
@@ -40,7 +40,8 @@ for case, module, name, constants in json.loads(sys.argv[1]):
         if n not in constants and (n.endswith(("ptr", "state")) or n in ("T", "S", "stride"))
     }
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    options = {"num_warps": 4} | (options[0] if options else {})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "k.cubin"
         cubin.write_bytes(made.asm["cubin"])
@@ -72,6 +73,9 @@ ROPE |= {"OUTLIERS": False}
 SUM = {"ADD": True, "ALIGNED": True, "BLOCK": 4096}
 SCALED, PLAIN_ROWS = {"SCALED": True}, {"SCALED": False, "VEC": 2}
 ROW_SCALES = {"HEADS": 32, "KV_HEADS": 8, "R": 16, "ASM": True, "WIDEST": 24}
+ROPE_JOINT = {"T": 8192, "HEADS": 32, "KV_HEADS": 8, "ASM": True, "G": 2}
+SWIGLU = {"T": 8192, "F": 14336, "GU": 14336, "H_RULE": "mx_ceil", "H_COL": "e4m3", "ASM": True}
+SWIGLU |= {"G": 2, "J": 2, "PER": 4}
 OUTLIERS = {"OUTLIERS": True, "ROW": "bf16", "COL": "none"}
 CASES = [
     ("scaled sum", "scaled_sum", "scaled_sum_kernel", SUM | {"RANK": 1, "W": 2}),
@@ -127,6 +131,8 @@ CASES = [
     ("rope backward", "fused_rope", "rope_backward_kernel", ROPE | PLAIN | PLAIN_ROWS),
     ("rope single unscaled", "fused_rope", "rope_backward_kernel", ROPE | VIEWS | H32 | PLAIN_ROWS),
     ("rope single", "fused_rope", "rope_backward_kernel", ROPE | VIEWS | H32 | SCALED | {"VEC": 2}),
+    ("rope joint", "fused_rope_joint", "rope_joint_kernel", ROPE_JOINT | VIEWS | SCALED, {"maxnreg": 128}),
+    ("swiglu", "fused_swiglu", "swiglu_backward_kernel", SWIGLU | VIEWS | SCALED, {"maxnreg": 96}),
 ]
 
 

@@ -17,6 +17,8 @@ MX = {
     "silu_backward_kernel": 12,
     "rope_forward_kernel": 1,
     "rope_backward_kernel": 24,
+    "rope_joint_kernel": 8,
+    "swiglu_backward_kernel": 8,
     "dual_kernel": 40,
 }
 NV = {"_chunk_kernel": 5, "_outer_kernel": 6, "dual_kernel": 40}

@@ -127,8 +127,8 @@ def group_of(m, deferred: bool = False):
 
 def dgrad(m, g, weights, grads) -> torch.Tensor:
     """dX [T, D] of a group's linears from dQ, dK, dV, their scales taken back."""
-    table = fused_rope.rope_table(*rope_tables(m._inv_freq, TOKENS, torch.device(DEVICE)), planes=False)
-    rows, _, scales, outliers = rope_backward(g, grads, table, state())
+    cos, sin = rope_tables(m._inv_freq, TOKENS, torch.device(DEVICE))
+    rows, _, scales, outliers = rope_backward(g, grads, cos, sin, state())
     columns = encode_weights(g, weights).columns
     product = sum_of_products(rows, columns)
     if outliers is not None:
