@@ -24,7 +24,7 @@ KINDS = (
     (
         "boundaries",
         (
-            *("dual_kernel", "silu_", "norm_forward", "norm_backward", "rope_"),
+            *("dual_kernel", "silu_", "swiglu_", "norm_forward", "norm_backward", "rope_"),
             *("row_scales", "unscale_kernel"),
             *("_chunk_kernel", "_outer_kernel"),
         ),

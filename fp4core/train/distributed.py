@@ -147,6 +147,11 @@ def _stop(world: World) -> None:
         dist.destroy_process_group()
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """True when the device's memory was too small, also where NCCL or CUDA itself found out."""
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+
+
 def is_lost_rank(error: RuntimeError) -> bool:
     """True when a collective failed because a peer closed its connection or did not answer in time."""
     text = str(error).lower()

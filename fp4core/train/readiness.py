@@ -2,6 +2,8 @@
 
     state        16 N / W                    FP32 parameters, gradients and two moments, sharded over W GPUs
     gathered     8 (N_root + 2 N_block)      FP32 parameters and gradients of units that are whole at a time
+    or, kept,    g N + 4 (N_root + 2 N_block)    with keep_gathered: g bytes per weight, 4 in FP32, 2 in BF16
+                                             or in the two FP8 encodings that then stand in for it
     activations  L b S a + one block's own   a bytes per token and block that the policy keeps (BF16)
     head         10 C V                      logits and their gradient, one chunk of C tokens
 
@@ -76,9 +78,12 @@ def memory(study: Study, gpus: int, geometry: Geometry) -> dict[str, float]:
     policies = [block_policy(geometry.activation_checkpoint, i) for i in range(model.blocks)]
     compiled = study.train.compile
     kept = sum(kept_bytes_per_token(model, policy, compiled=compiled) for policy in policies)
+    some = whole - model.blocks * block + 2 * block
+    kept_whole = (2 if study.train.gather == "bf16" else 4) * whole
+    gathered = kept_whole + 4 * some if study.train.keep_gathered else 8 * some
     parts = {
         "state": 16 * whole / gpus,
-        "gathered": 8 * (whole - model.blocks * block + 2 * block) if gpus > 1 else 0.0,
+        "gathered": gathered if gpus > 1 else 0.0,
         "activations": tokens * (kept + kept_bytes_per_token(model, "none", compiled=compiled)),
         "head": 10 * min(HEAD_CHUNK, tokens) * model.vocab,
     }

@@ -6,9 +6,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-import torch
-
-from .distributed import World, is_lost_rank
+from .distributed import World, is_lost_rank, is_out_of_memory
 from .errors import EchoedError, RunError
 
 
@@ -39,13 +37,14 @@ def one_line_errors(world: World) -> Iterator[None]:
             f"disk is full ({error.filename or 'while writing'}); free space and run the same command again: "
             "it goes on from the last complete checkpoint"
         ) from error
-    except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"out of device memory ({str(error).splitlines()[0]}); on more ranks, or with keep_gathered: "
-            "false, the same command goes on from the last complete checkpoint; a smaller train.local_batch "
-            "or train.activation_checkpoint: full begins the run again (the old one is archived)"
-        ) from error
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise RunError(
+                f"out of device memory ({str(error).splitlines()[0]}); on more ranks, or with keep_gathered: "
+                "false, the same command goes on from the last complete checkpoint; a smaller "
+                "train.local_batch or train.activation_checkpoint: full begins the run again (the old one is "
+                "archived)"
+            ) from error
         if world.size == 1 or not is_lost_rank(error):
             raise
         raise RunError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from types import SimpleNamespace
 
@@ -43,6 +44,11 @@ def test_memory_follows_the_geometry():
 
     assert total(8, 2, "full") < total(8, 2, "selective") < total(8, 2, "selective-8") < total(8, 2, "none")
     assert total(32, 2, "selective") < total(8, 2, "selective") < total(8, 4, "selective")
+    kept = dataclasses.replace(REPORT, train=dataclasses.replace(REPORT.train, keep_gathered=True))
+    more = (4 * 8030261248 - 4 * (2 * 128256 * 4096 + 4096 + 2 * 218112000)) / 2**30  # FP32, two blocks
+    assert readiness.memory(kept, 8, Geometry(2, "full"))["total"] == pytest.approx(
+        total(8, 2, "full") + more
+    )
     one = readiness.memory(REPORT, 1, Geometry(1, "full"))
     assert one["state"] == pytest.approx(16 * 8030261248 / 2**30) and one["gathered"] == 0
 

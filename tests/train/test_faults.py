@@ -8,6 +8,7 @@ import errno
 import jsonschema
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from conftest import Lab
 
@@ -247,21 +248,30 @@ def test_full_disk_is_one_line(
     assert [row[0] for row in lab.metrics("bf16")] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand a long tale"),
+        # NCCL allocates too
+        dist.DistBackendError("NCCL error in: x.cpp\nLast error:\nCuda failure 2 'out of memory'"),
+    ],
+    ids=["torch", "NCCL"],
+)
 def test_exhausted_device_memory_is_one_line(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    error: RuntimeError, lab: Lab, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     real = engine.Engine.gradients
 
     def exhausted(self: engine.Engine, step: int) -> torch.Tensor:
         if step == 5:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nand a long tale")
+            raise error
         return real(self, step)
 
     lab.write_study(async_checkpoint=True)
     monkeypatch.setattr(engine.Engine, "gradients", exhausted)
     assert lab.train("bf16") == 1
     message = _one_error(capfd)
-    assert "out of device memory (CUDA out of memory. Tried to allocate 20 GiB); on more ranks" in message
+    assert f"out of device memory ({str(error).splitlines()[0]}); on more ranks" in message
     # what was being written when it happened is whole
     assert checkpoint.verify(lab.run_path("bf16") / "checkpoints" / "step-00000004") is None
     monkeypatch.undo()
