@@ -6,11 +6,11 @@ A job is ``ROUTE[:KEY=VALUE...]`` with the fields of ``scale_job.Job`` as keys, 
 ``mxfp4_sr:gpus=1:blocks=24:accumulation=2``. Each job is a world of its own processes: one that fails or
 runs out of memory takes nothing else with it, and the record is rewritten after every job. Jobs that
 ``--max-seconds`` leaves no time for are listed as skipped; a job that runs out of memory is made once more
-with full recomputation. Rates are medians over the steps from
+with full recomputation, unless ``--as-given``. Rates are medians over the steps from
 ``window`` on, of the slowest rank; compilation and warm-up lie before. This process never touches a GPU.
 
-The summary compares each job with the BF16 job of equal geometry, and each job on several GPUs with the same
-per-GPU geometry on one.
+The summary compares each job with the BF16 job of equal geometry, each route's fastest geometry with BF16's,
+and each job on several GPUs with the same per-GPU geometry on one.
 """
 
 from __future__ import annotations
@@ -103,10 +103,11 @@ def wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> str | Non
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Ratios to BF16 at equal geometry and at each route's fastest, and of several GPUs to one.
 
-    `selected`: each route's fastest geometry against BF16's fastest, at equal tokens per step, depth and
-    GPUs. `scaling`: at equal geometry per GPU.
+    `selected`: each route's fastest geometry against BF16's fastest where that is another one, at equal
+    tokens per step, depth and GPUs. `scaling`: at equal geometry per GPU. Of jobs that made all their steps.
     """
-    done = [(Job(**row["job"]), row["tokens_per_s"]) for row in rows if row.get("tokens_per_s")]
+    whole = [row for row in rows if row.get("done") and row.get("tokens_per_s")]
+    done = [(Job(**row["job"]), row["tokens_per_s"]) for row in whole]
     rates = {(job.route, job.geometry()): rate for job, rate in done}
     ratios, scaling = [], []
     for job, rate in done:

@@ -39,7 +39,7 @@ from fp4core.model.build import init_std
 from fp4core.recipe import Study, load_recipe, load_study
 from fp4core.records import write_json
 from fp4core.train.collection import scheduled_collection
-from fp4core.train.distributed import World, device_record, is_out_of_memory, joined
+from fp4core.train.distributed import World, device_record, is_out_of_memory, joined, memory_line
 from fp4core.train.engine import Engine
 from fp4core.train.utilisation import mfu
 
@@ -178,6 +178,8 @@ def run(job: Job, out: Path, deadline: float | None) -> int:
     except Exception as error:
         record["error"] = f"{type(error).__name__}: {str(error).splitlines()[0][:400] if str(error) else ''}"
         record["out_of_memory"] = isinstance(error, RuntimeError) and is_out_of_memory(error)
+        if record["out_of_memory"] and (said := memory_line(error)) and said[:400] not in record["error"]:
+            record["error"] += f" ... {said[:400]}"
         print(f"[{job.title}] rank {os.environ.get('RANK', '0')}: {record['error']}", flush=True)
         # rank 0's record is the run's, unless rank 0 only saw that its peer had gone
         write_json(out if first else out.with_suffix(f".rank{os.environ['RANK']}.json"), record)

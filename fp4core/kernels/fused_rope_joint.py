@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -196,7 +197,8 @@ def rope_joint_backward(
     """
     batch, heads, length, head_dim = grads[0].shape
     check_rope(length, head_dim)
-    grads = [d if _in_sixteens(d) else d.contiguous() for d in grads]
+    # a copy, as contiguous() would leave a wrong address as it is
+    grads = [d if _in_sixteens(d) else d.clone(memory_format=torch.contiguous_format) for d in grads]
     kv_heads, t = grads[1].shape[1], batch * length
     groups = 2 if length % 64 == 0 else 1
     base = pointer(grads[0], rows)

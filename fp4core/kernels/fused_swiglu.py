@@ -181,7 +181,7 @@ def swiglu_backward(
 
     Args:
         dh: BF16 [T, F], contiguous; its rows come times ``scales``, where given.
-        gate, up: BF16 [T, F] of equal strides, contiguous along F.
+        gate, up: BF16 [T, F] of equal strides, contiguous along F, rows at multiples of 16 bytes.
         row, col: views of dg and du, of one MX format, and ``h_col`` of h; ``takes(row, col, h_col)``.
         states: int32 [4] of row, col and h_col.
         sr: random state, producers of dg's and du's row views; for a stochastic ``row``.

@@ -34,7 +34,7 @@ class OutputHead(nn.Module):
     """The untied head's weight [V, D], or none when the embedding's is passed in.
 
     ``forward(h, targets)``: h [..., D] -> logits [..., V] in h's dtype, or, with targets [...] int64, FP32
-    losses [...], zero where the target is -100.
+    losses [...], zero where the target is -100. These have one backward pass: it overwrites the logits.
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class _Room:
         fits = free is not None and free.shape[0] >= rows and free.shape[1] == columns
         if fits and free.dtype == like.dtype and free.device == like.device:
             return free
-        return like.new_empty((rows, columns))
+        del free  # before there is another one
+        with torch.inference_mode(False):  # training may use what an evaluation made
+            return torch.empty((rows, columns), dtype=like.dtype, device=like.device)
 
     def give(self, room: Tensor) -> None:
         """Nobody reads ``room`` any more."""
@@ -169,6 +171,7 @@ class _CrossEntropy(torch.autograd.Function):
         if room is not None and not kept:
             shared.give(room)
         ctx.variant, ctx.chunk, ctx.fused, ctx.shared = variant, chunk, fused, shared
+        ctx.room = room if kept else None
         ctx.save_for_backward(h, w, flat, torch.cat(sums), *([logits] if kept else []))
         return torch.where(targets == IGNORE, 0.0, torch.cat(losses).view(targets.shape))
 
@@ -196,7 +199,7 @@ class _CrossEntropy(torch.autograd.Function):
                 chunk_dw if h.shape[0] <= ctx.chunk else chunk_dw.float() if dw is None else dw.add_(chunk_dw)
             )
         if ctx.shared is not None:
-            ctx.shared.give(kept[0] if kept else room)
+            ctx.shared.give(ctx.room if kept else room)
         return torch.cat(dhs).view(ctx.shape), dw.to(w.dtype), *[None] * 6
 
 

@@ -290,7 +290,8 @@ def _standing_in(g: Group, weights: Sequence[Tensor], kinds: tuple) -> Weights:
             parts = joint.data.split([c.data.shape[0] for c in rows])
             rows = [dataclasses.replace(joint, data=part) for part in parts]
         columns = [_as_kind(c, col) for c in made.columns]
-        g.weights = Weights(key=(made.key[0], kinds), rows=rows, joint=joint, columns=columns)
+        key = (made.key[0], kinds)
+        g.weights = Weights(key=key, rows=rows, joint=joint, columns=columns, sources=made.sources)
     return g.weights
 
 

@@ -126,12 +126,14 @@ class Weights:
         rows: carriers of each linear's row view (Fprop).
         joint: all row views in one operand [sum N, K], where one constant serves them (MX); else None.
         columns: the carrier of all column views side by side (Dgrad, FP8), or one per linear (BF16).
+        sources: the parameters that were encoded, none of which this keeps alive.
     """
 
     key: tuple = ()
     rows: list[Carrier] = field(default_factory=list)
     joint: Carrier | None = None
     columns: list[Carrier] = field(default_factory=list)
+    sources: list[weakref.ref[Tensor]] = field(default_factory=list)
 
     def carriers(self) -> list[Carrier]:
         """All operands; several may share memory."""
@@ -304,15 +306,21 @@ class Group:
         self.weights = Weights()
 
     def watch(self, weights: Iterable[Tensor]) -> None:
-        """Forget the encodings when one of these parameters is gone: they would hold memory for ever.
+        """Forget the encodings when one of these, their parameters, is gone: they would hold memory for ever.
 
         One finaliser per parameter, however often it is encoded, and none that holds encodings itself.
         """
+        self.weights.sources = [weakref.ref(w) for w in weights]
         self._watched = [seen for seen in self._watched if seen() is not None]
         for w in weights:
             if not any(seen() is w for seen in self._watched):
                 self._watched.append(weakref.ref(w))
-                weakref.finalize(w, self.drop_weights)
+                weakref.finalize(w, self._drop_weights_of_the_dead)
+
+    def _drop_weights_of_the_dead(self) -> None:
+        # another model's parameter may have died, whose layers share this group
+        if any(source() is None for source in self.weights.sources):
+            self.drop_weights()
 
     def must_check(self, views: Iterable[int]) -> bool:
         """Whether a producer of these views has to be settled at once."""

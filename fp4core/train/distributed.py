@@ -148,8 +148,15 @@ def _stop(world: World) -> None:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """True when the device's memory was too small, also where NCCL or CUDA itself found out."""
-    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower()
+    """True when the device's memory was too small, also where a library found out."""
+    return isinstance(error, torch.OutOfMemoryError) or memory_line(error) is not None
+
+
+def memory_line(error: BaseException) -> str | None:
+    """The line of an error that says that memory was too small."""
+    signs = ("out of memory", "out_of_memory", "alloc_failed")  # CUDA and NCCL; CUDA's name; cuBLAS, cuDNN
+    lines = str(error).splitlines()
+    return next((line for line in lines if any(sign in line.lower() for sign in signs)), None)
 
 
 def is_lost_rank(error: RuntimeError) -> bool:
@@ -226,6 +233,16 @@ def keep_gathered(model: nn.Module, keep: bool) -> None:
     """
     if hasattr(model, "set_reshard_after_backward"):
         model.set_reshard_after_backward(not keep)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of what is gathered, also after a forward pass that no backward pass followed.
+
+    Blocks may have emptied it (`release_encoded`), which FSDP2 does not see.
+    """
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def release_encoded(model: nn.Module) -> None:

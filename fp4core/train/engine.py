@@ -26,7 +26,7 @@ from fp4core.ops.held import held_amax
 from fp4core.ops.host_copy import HostCopy, to_device
 from fp4core.recipe import Recipe, Study
 
-from .distributed import World, exchange_gradients, keep_gathered, release_encoded, shard
+from .distributed import World, exchange_gradients, keep_gathered, release_encoded, reshard, shard
 from .errors import RunError
 from .guard import step_guard
 from .optim import (
@@ -182,10 +182,10 @@ class Engine:
         """
         lr = learning_rate(step, peak=self.study.train.lr, warmup=self.study.train.warmup)
         set_learning_rate(self.optimizer, lr)
-        loss, norm, replayed = self._exact_gradients(step, update_weights=True)
+        loss, norm, replayed = self.exact_gradients(step, update_weights=True)
         return StepResult(loss, norm, lr, replayed)
 
-    def _exact_gradients(self, step: int, *, update_weights: bool = False) -> tuple[float, float, bool]:
+    def exact_gradients(self, step: int, *, update_weights: bool = False) -> tuple[float, float, bool]:
         """Gradients of `step`, made again while the backend finds that a tensor did not fit its carrier.
 
         A guard that fails on any rank repeats on all. With `update_weights` gradients are clipped and every
@@ -224,6 +224,8 @@ class Engine:
         Returns this rank's summed per-token loss, 0-dim FP64 on the device: nothing has waited for it.
         """
         self.optimizer.zero_grad(set_to_none=True)
+        if self.study.train.keep_gathered:
+            reshard(self.model)
         # FSDP2 averages over ranks, so each rank's share is scaled up by their number
         scale = self.world.size / self.tokens_per_step
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)

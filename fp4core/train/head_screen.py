@@ -123,7 +123,7 @@ def _engine(
 
 def _gradients(engine: Engine) -> list[torch.Tensor]:
     """This rank's gradients of the step after the screen, copied."""
-    engine.gradients(engine.study.output_head.steps + 1)
+    engine.exact_gradients(engine.study.output_head.steps + 1)
     found = [p.grad for p in engine.model.parameters() if p.grad is not None]
     return [(g.to_local() if hasattr(g, "to_local") else g).detach().clone() for g in found]
 

@@ -8,8 +8,10 @@
     head         10 C V                      logits and their gradient, one chunk of C tokens
 
 N parameters, L blocks, b sequences per GPU and micro-step, S tokens. Kernels' workspaces and the allocator's
-slack are not in it. A checkpoint holds 12 N bytes (weights and moments in FP32). GPU-days are the study's
-tokens at the route's rate: that of this study's own probe where there is one, else the published one.
+slack are not in it, nor, without keep_gathered, the encoded weights of FP4 routes on the carriers, up to two
+bytes per weight on every GPU. Fused blocks keep fewer activations than this says (94 of 128 KB per token at
+8B). A checkpoint holds 12 N bytes (weights and moments in FP32). GPU-days are the study's tokens at the
+route's rate: that of this study's own probe where there is one, else the published one.
 """
 
 from __future__ import annotations

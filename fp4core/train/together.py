@@ -6,7 +6,7 @@ import contextlib
 import errno
 from collections.abc import Iterator
 
-from .distributed import World, is_lost_rank, is_out_of_memory
+from .distributed import World, is_lost_rank, is_out_of_memory, memory_line
 from .errors import EchoedError, RunError
 
 
@@ -39,8 +39,9 @@ def one_line_errors(world: World) -> Iterator[None]:
         ) from error
     except RuntimeError as error:
         if is_out_of_memory(error):
+            said = memory_line(error) or type(error).__name__
             raise RunError(
-                f"out of device memory ({str(error).splitlines()[0]}); on more ranks, or with keep_gathered: "
+                f"out of device memory ({said}); on more ranks, or (for BF16 weights) with keep_gathered: "
                 "false, the same command goes on from the last complete checkpoint; a smaller "
                 "train.local_batch or train.activation_checkpoint: full begins the run again (the old one is "
                 "archived)"

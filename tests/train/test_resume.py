@@ -127,12 +127,12 @@ def test_finished_run_is_left_alone(lab: Lab, capfd: pytest.CaptureFixture[str])
 
 def test_replayed_steps_are_counted(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that was made again has one row; the count goes on after a restart."""
-    real = Engine._exact_gradients
+    real = Engine.exact_gradients
 
     def replayed(self: Engine, step: int, **options: bool) -> tuple[float, float, bool]:
         return *real(self, step, **options)[:2], step in (2, 5)
 
-    monkeypatch.setattr(Engine, "_exact_gradients", replayed)
+    monkeypatch.setattr(Engine, "exact_gradients", replayed)
     assert lab.train("bf16", "--until", "4") == 0
     assert lab.train("bf16") == 0
     table = pq.read_table(lab.run_path("bf16") / "metrics.parquet")

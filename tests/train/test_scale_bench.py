@@ -92,6 +92,8 @@ def test_kinds_of_kernels_and_what_hides_what() -> None:
         ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("triton_poi_fused_add_mul_silu_0", "compiled"),
         ("norm_backward_kernel", "boundaries"),
+        ("swiglu_backward_kernel", "boundaries"),
+        ("rope_joint_kernel", "boundaries"),
         ("void at::native::elementwise_kernel<CUDAFunctor_add>", "other"),
     ],
 )
@@ -101,7 +103,7 @@ def test_kinds_by_name(name: str, kind: str) -> None:
 
 def test_each_route_is_compared_at_its_own_fastest_geometry_too() -> None:
     def row(job: Job, rate: float | None) -> dict:
-        return {"job": dataclasses.asdict(job), "tokens_per_s": rate}
+        return {"job": dataclasses.asdict(job), "tokens_per_s": rate, "done": bool(rate)}
 
     one, two = {"accumulation": 8}, {"local_batch": 2, "accumulation": 4}
     rows = [
@@ -112,6 +114,7 @@ def test_each_route_is_compared_at_its_own_fastest_geometry_too() -> None:
         row(Job("mxfp4_sr", **two), 150.0),
         row(Job("mxfp4_sr", **two, blocks=20), 990.0),
         row(Job("nvfp4_cta", **one), 95.0),
+        row(Job("bf16", **one, exchange=False), 190.0) | {"done": False},  # stopped early
     ]
     found = scale.summary(rows)
     assert {entry["job"]: entry["against_bf16"] for entry in found["routes"]} == {
