@@ -17,8 +17,8 @@ from torch import distributed as dist
 from fp4core import formats
 from fp4core.kernels.producers import CARRIERS, SR, Produced, Scaling, View, produce, scaling
 from fp4core.ops import held
-from fp4core.ops.carrier_gemm import Carrier
-from fp4core.ops.carrier_groups import Group, Weights, groups_of
+from fp4core.ops.carrier_gemm import Carrier, Weights
+from fp4core.ops.carrier_groups import Group, groups_of
 from fp4core.ops.carrier_plan import DY_COL, DY_ROW, W_COL, W_ROW, X_COL, X_ROW, constant_of, is_mx
 from fp4core.ops.quantize import SRKey, quantize
 from fp4core.recipe import Operand

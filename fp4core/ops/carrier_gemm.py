@@ -9,7 +9,8 @@ product of the decoded operands is taken in FP64 and rounded: the same values as
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,6 +48,37 @@ class Carrier:
         return (
             Carrier(self.data.to(torch.bfloat16), self.ref, self.constant, self.outer) if self.fp8 else self
         )
+
+
+@dataclass
+class Weights:
+    """Encoded weights of a group.
+
+    Attributes:
+        key: what they were encoded from and how; another key encodes again.
+        rows: carriers of each linear's row view (Fprop).
+        joint: all row views in one operand [sum N, K], where one constant serves them (MX); else None.
+        columns: the carrier of all column views side by side (Dgrad, FP8), or one per linear (BF16).
+        sources: the parameters that were encoded, none of which this keeps alive.
+    """
+
+    key: tuple = ()
+    rows: list[Carrier] = field(default_factory=list)
+    joint: Carrier | None = None
+    columns: list[Carrier] = field(default_factory=list)
+    sources: list[weakref.ref[Tensor]] = field(default_factory=list)
+
+    def carriers(self) -> list[Carrier]:
+        """All operands; several may share memory."""
+        return [*self.rows, *self.columns, *([] if self.joint is None else [self.joint])]
+
+    def bytes(self) -> int:
+        """Device memory of the encodings."""
+        seen: dict[int, int] = {}
+        for c in self.carriers():
+            storage = c.data.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        return sum(seen.values())
 
 
 @functools.lru_cache(maxsize=256)

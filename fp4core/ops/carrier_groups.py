@@ -26,14 +26,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from fp4core import formats
 from fp4core.ops import spec as specs
-from fp4core.ops.carrier_gemm import Carrier
+from fp4core.ops.carrier_gemm import Weights
 from fp4core.ops.carrier_plan import (
     CONTRACTIONS,
     DY_ROW,
@@ -115,37 +115,6 @@ class _Table:
         first = self.used
         self.used += count
         return first, self.data[first : first + count]
-
-
-@dataclass
-class Weights:
-    """Encoded weights of a group.
-
-    Attributes:
-        key: what they were encoded from and how; another key encodes again.
-        rows: carriers of each linear's row view (Fprop).
-        joint: all row views in one operand [sum N, K], where one constant serves them (MX); else None.
-        columns: the carrier of all column views side by side (Dgrad, FP8), or one per linear (BF16).
-        sources: the parameters that were encoded, none of which this keeps alive.
-    """
-
-    key: tuple = ()
-    rows: list[Carrier] = field(default_factory=list)
-    joint: Carrier | None = None
-    columns: list[Carrier] = field(default_factory=list)
-    sources: list[weakref.ref[Tensor]] = field(default_factory=list)
-
-    def carriers(self) -> list[Carrier]:
-        """All operands; several may share memory."""
-        return [*self.rows, *self.columns, *([] if self.joint is None else [self.joint])]
-
-    def bytes(self) -> int:
-        """Device memory of the encodings."""
-        seen: dict[int, int] = {}
-        for c in self.carriers():
-            storage = c.data.untyped_storage()
-            seen[storage.data_ptr()] = storage.nbytes()
-        return sum(seen.values())
 
 
 class Group:

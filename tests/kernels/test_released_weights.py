@@ -16,7 +16,7 @@ import torch.distributed as dist
 import fp4core.train.engine as engines
 from fp4core.bench.scale_job import Job, Pairs, fill
 from fp4core.model.build import build_model
-from fp4core.ops import carrier, carrier_groups, carrier_plan
+from fp4core.ops import carrier, carrier_groups
 from fp4core.ops.carrier_groups import linears
 from fp4core.recipe import load_recipe
 from fp4core.train.distributed import World
@@ -144,7 +144,7 @@ def one_rank(tmp_path: Path):
 
 @pytest.mark.usefixtures("attention_that_repeats", "one_rank")
 def test_training_releases_what_it_gathered_and_nothing_changes(monkeypatch):
-    """Over micro-steps and a repetition, after a pass that was given up; evaluation reads whole weights."""
+    """Over micro-steps, after a pass that was given up; evaluation reads whole weights."""
     found = []
     for released in (False, True):
         carrier_groups.forget()
@@ -157,18 +157,13 @@ def test_training_releases_what_it_gathered_and_nothing_changes(monkeypatch):
         made.guard.begin(1, 0)
         inputs, targets, _ = next(made.micro_batches(1))
         made.model(inputs, targets)  # and no backward pass
-        for group in carrier_groups.groups(made.model) if released else ():
-            group.plan.refs[carrier_plan.X_ROW] += 60  # nothing fits
-            group.resume()
         seen.clear()
         record = made.step(1)
-        assert record.replayed == released
         found.append((record.loss, record.grad_norm, [p.to_local().clone() for p in made.model.parameters()]))
         with torch.no_grad():
             inputs, targets, _ = next(made.micro_batches(2))
             made.model(inputs, targets)
-        # two micro-steps, twice where the step was repeated, and one evaluation
-        assert seen == [[released] * 7] * (4 if released else 2) + [[False] * 7]
+        assert seen == [[released] * 7] * 2 + [[False] * 7]  # two micro-steps and one evaluation
     assert found[0][:2] == found[1][:2]
     assert _same(found[0][2], found[1][2])
 
