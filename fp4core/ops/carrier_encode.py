@@ -257,6 +257,8 @@ def release(layers: Sequence[nn.Module]) -> int:
     encoding is a view of them (a recipe with BF16 weights), stay.
     """
     weights = {_place(m.weight): m.weight for m in layers if m.weight.data_ptr()}
+    if not weights:  # every micro-step but the first
+        return 0
     freed = 0
     for g in groups_of(layers):
         if not g.weights.key or not _may_keep():

@@ -330,8 +330,12 @@ def linears(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if "producer" in m.__dict__]
 
 
+def _layer(m: nn.Module) -> tuple[torch.device, str, int]:
+    return m.weight.device, m.spec, m.producer
+
+
 def _linears(model: nn.Module) -> set[tuple[torch.device, str, int]]:
-    return {(m.weight.device, m.spec, m.producer) for m in linears(model)}
+    return {_layer(m) for m in linears(model)}
 
 
 def groups(model: nn.Module) -> list[Group]:
@@ -342,8 +346,7 @@ def groups(model: nn.Module) -> list[Group]:
 
 def groups_of(layers: Iterable[nn.Module]) -> list[Group]:
     """Groups that these linears have used so far, without a look at any other."""
-    places = [(m.weight.device, m.spec, m.producer) for m in layers]
-    return list(dict.fromkeys(g for place in places for g in _OF_LAYER.get(place, ())))
+    return list(dict.fromkeys(g for m in layers for g in _OF_LAYER.get(_layer(m), ())))
 
 
 def set_deferred(model: nn.Module, deferred: bool) -> None:

@@ -240,8 +240,10 @@ def reshard(model: nn.Module) -> None:
 
     Blocks may have emptied it (`release_encoded`), which FSDP2 does not see.
     """
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
-        if hasattr(module, "reshard"):
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 

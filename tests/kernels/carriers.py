@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 import fp4core.ops.carrier_linear  # noqa: F401  (registers the backend without a GPU)
+from fp4core.bench.scale_job import Job, Pairs, fill
 from fp4core.kernels._launch import interpreted
 from fp4core.model.build import build_model
 from fp4core.model.rope import rope_tables
 from fp4core.recipe import ModelConfig, RopeConfig, load_recipe
+from fp4core.train.distributed import World
+from fp4core.train.engine import Engine
 
 DEVICE = "cpu" if interpreted() else "cuda"
 STATE = (11, 5, 64)
@@ -63,3 +68,23 @@ def results(m, blocks, h, grad):
     for block in blocks:
         y = block(y, cos, sin, state())
     return [y, *torch.autograd.grad(y, [h, *m.model.layers[: len(blocks)].parameters()], grad)]
+
+
+def engine(accumulation: int = 1) -> Engine:
+    """A trainer of one small block, alone or, where torch.distributed is there, through FSDP."""
+    job = Job(
+        "mxfp4_sr",
+        gpus=1,
+        blocks=1,
+        accumulation=accumulation,
+        deterministic=True,
+        device=DEVICE,
+        compile=False,
+        size="tiny",
+        sequence=32,
+    )
+    study = job.study()
+    small = dataclasses.replace(study.model, hidden=32, ffn=32, heads=1, vocab=64)
+    study = dataclasses.replace(study, backend="carrier", model=small)
+    world = World(0, 1, torch.device(DEVICE))
+    return Engine(study, load_recipe("mxfp4_sr"), 0, world=world, stream=Pairs(32, 64), initialise=fill)

@@ -2,41 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 
 import pytest
 import torch
 
-import fp4core.ops.carrier_linear  # noqa: F401  (registers the backend without a GPU)
-from fp4core.bench.scale_job import Job, Pairs, fill
-from fp4core.kernels._launch import interpreted
 from fp4core.ops import carrier_groups
-from fp4core.recipe import load_recipe
-from fp4core.train.distributed import World
-from fp4core.train.engine import Engine
-
-DEVICE = "cpu" if interpreted() else "cuda"
-
-
-def engine() -> Engine:
-    job = Job(
-        "mxfp4_sr",
-        gpus=1,
-        blocks=1,
-        accumulation=1,
-        deterministic=True,
-        device=DEVICE,
-        compile=False,
-        size="tiny",
-        sequence=32,
-    )
-    study = job.study()
-    small = dataclasses.replace(study.model, hidden=32, ffn=32, heads=1, vocab=64)
-    study = dataclasses.replace(study, backend="carrier", model=small)
-    world = World(0, 1, torch.device(DEVICE))
-    return Engine(study, load_recipe("mxfp4_sr"), 0, world=world, stream=Pairs(32, 64), initialise=fill)
+from tests.kernels.carriers import engine
 
 
 @pytest.mark.usefixtures("attention_that_repeats")

@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 
 import fp4core.train.engine as engines
-from fp4core.bench.scale_job import Job, Pairs, fill
 from fp4core.model.build import build_model
 from fp4core.ops import carrier, carrier_groups
 from fp4core.ops.carrier_groups import linears
 from fp4core.recipe import load_recipe
-from fp4core.train.distributed import World
-from tests.kernels.carriers import CONFIG, DEVICE, block_inputs, model, one_linear, results, run
+from tests.kernels.carriers import CONFIG, DEVICE, block_inputs, engine, model, one_linear, results, run
 
 
 def _empty(m: torch.nn.Module) -> list[bool]:
@@ -113,28 +111,6 @@ def test_a_plan_that_changes_meanwhile_finds_its_type(kind):
     assert _same(*got)
 
 
-def _engine(**train) -> engines.Engine:
-    job = Job(
-        "mxfp4_sr",
-        gpus=1,
-        blocks=1,
-        accumulation=2,
-        deterministic=True,
-        device=DEVICE,
-        compile=False,
-        size="tiny",
-        sequence=32,
-    )
-    study = job.study()
-    small = dataclasses.replace(study.model, hidden=32, ffn=32, heads=1, kv_heads=1, vocab=64)
-    kept = dataclasses.replace(study.train, **train)
-    study = dataclasses.replace(study, backend="carrier", model=small, train=kept)
-    world = World(0, 1, torch.device(DEVICE))
-    return engines.Engine(
-        study, load_recipe("mxfp4_sr"), 0, world=world, stream=Pairs(32, 64), initialise=fill
-    )
-
-
 @pytest.fixture
 def one_rank(tmp_path: Path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -151,7 +127,7 @@ def test_training_releases_what_it_gathered_and_nothing_changes(monkeypatch):
         with monkeypatch.context() as patch:
             if not released:
                 patch.setattr(engines, "release_encoded", lambda model: None)
-            made = _engine(gather="bf16", keep_gathered=True)
+            made = engine(accumulation=2)
         seen: list[list[bool]] = []
         made.model.lm_head.register_forward_hook(partial(_note, made.model, seen))
         made.guard.begin(1, 0)
