@@ -286,10 +286,11 @@ def _standing_in(g: Group, weights: Sequence[Tensor], kinds: tuple) -> Weights:
         )
     if made.key[1] != kinds:
         (row, _), (col, _) = kinds
-        joint = None if made.joint is None else _as_kind(made.joint, row)
-        rows = [_as_kind(c, row) for c in made.rows]
-        if joint is not None:
-            parts = joint.data.split([c.data.shape[0] for c in rows])
+        if made.joint is None:
+            joint, rows = None, [_as_kind(c, row) for c in made.rows]
+        else:
+            joint = _as_kind(made.joint, row)
+            parts = joint.data.split([c.data.shape[0] for c in made.rows])
             rows = [dataclasses.replace(joint, data=part) for part in parts]
         columns = [_as_kind(c, col) for c in made.columns]
         key = (made.key[0], kinds)
